@@ -1,0 +1,120 @@
+//! What one run of an op costs on one rank: arithmetic, memory traffic, working memory. No hardware here.
+
+use crate::graph::Layout;
+use crate::op::{Mask, Op};
+use crate::sharding::LocalType;
+
+/// Which unit of a device an op keeps busy.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Unit {
+    /// Matrix units: `m × n × k` of one product (batched products: of one of the batch).
+    Matrix { m: u64, n: u64, k: u64 },
+    /// Everything else: bound by memory traffic on all current devices.
+    Vector,
+}
+
+/// Cost of one run on one rank.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct OpCost {
+    /// Multiplications and additions.
+    pub flops: u64,
+    /// Bytes read and written, each operand once.
+    pub bytes: u64,
+    pub unit: Unit,
+}
+
+/// Rows of a score matrix that an attention kernel may hold at once.
+pub const ATTENTION_ROWS: u64 = 64;
+
+/// Cost of one run of `op` on blocks of the given types.
+pub fn op_cost(op: &Op, ins: &[&LocalType], outs: &[&LocalType]) -> OpCost {
+    let bytes: u64 = ins.iter().chain(outs).map(|t| t.bytes()).sum();
+    let vector = |per_element: u64| {
+        let elems = ins.iter().chain(outs).map(|t| t.elems()).max().unwrap_or(0);
+        OpCost { flops: per_element * elems, bytes, unit: Unit::Vector }
+    };
+    match op {
+        Op::Einsum(spec) | Op::ExpertEinsum(spec) => {
+            let size = |label: char| {
+                let at = |s: &str, t: &LocalType| s.chars().position(|l| l == label).map(|i| t.dims[i]);
+                at(&spec.left, ins[0]).or_else(|| at(&spec.right, ins[1])).unwrap_or(1)
+            };
+            let role = |l: bool, r: bool, o: bool| {
+                let mut labels: Vec<char> = spec
+                    .left
+                    .chars()
+                    .chain(spec.right.chars())
+                    .filter(|&c| (spec.left.contains(c), spec.right.contains(c), spec.out.contains(c)) == (l, r, o))
+                    .collect();
+                labels.sort_unstable();
+                labels.dedup();
+                labels.into_iter().map(size).product::<u64>()
+            };
+            let (m, n, k, batch) = (role(true, false, true), role(false, true, true), role(true, true, false), role(true, true, true));
+            // Routed products touch min(k, e) of e experts for each token, so each expert sees that share of the tokens.
+            let (m, k) = match routed(ins, outs) {
+                Some((chosen, experts)) => {
+                    let share = |tokens: u64| (tokens * chosen.min(experts)).div_ceil(experts.max(1));
+                    if spec.out.contains('b') { (share(m), k) } else { (m, share(k)) }
+                }
+                None => (m, k),
+            };
+            let flops = 2 * m * n * k * batch;
+            OpCost { flops, bytes, unit: Unit::Matrix { m, n, k } }
+        }
+        Op::Attention(a) => attention(a.mask, ins, 4, bytes),
+        Op::AttentionGrad(a) => attention(a.mask, ins, 10, bytes),
+        Op::AddBias | Op::SumLeading { .. } | Op::Add | Op::Sub | Op::Neg | Op::AddPosition | Op::AddPositionGrad | Op::Mean | Op::MeanGrad => {
+            vector(1)
+        }
+        Op::Act(_) | Op::Gated(_) => vector(8),
+        Op::ActGrad(_) | Op::GatedGrad(_) => vector(12),
+        Op::RmsNorm { .. } | Op::LayerNorm { .. } => vector(6),
+        Op::RmsNormGradInput { .. } | Op::LayerNormGradInput { .. } | Op::RmsNormGradWeight { .. } | Op::LayerNormGradWeight { .. } => vector(8),
+        Op::Rope(_) => vector(3),
+        Op::Embed => {
+            // Only the looked-up rows are read.
+            let rows = outs[0].bytes();
+            OpCost { flops: 0, bytes: 2 * rows + ins[1].bytes(), unit: Unit::Vector }
+        }
+        Op::EmbedGrad => OpCost { flops: ins[1].elems(), bytes: 2 * ins[1].bytes() + ins[0].bytes() + outs[0].bytes(), unit: Unit::Vector },
+        Op::CeStats | Op::CeStatsGrad => vector(5),
+        Op::TopKGate { .. } | Op::TopKGateGrad { .. } => vector(10),
+        Op::Dispatch | Op::Undispatch | Op::Combine | Op::CombineGradRows | Op::CombineGradGate => vector(2),
+    }
+}
+
+/// Working memory an op may use on one rank, bytes: a bound that every kernel keeps.
+pub fn workspace_bytes(op: &Op, ins: &[&LocalType]) -> u64 {
+    match op {
+        Op::Attention(_) | Op::AttentionGrad(_) => {
+            let keys = ins[1].dims[1];
+            2 * ATTENTION_ROWS.min(ins[0].dims[1]) * keys * ins[0].dtype.accumulator().size()
+        }
+        _ => 0,
+    }
+}
+
+/// `(k, local experts)` if any block is in top-k layout.
+fn routed(ins: &[&LocalType], outs: &[&LocalType]) -> Option<(u64, u64)> {
+    ins.iter().chain(outs).find_map(|t| match t.layout {
+        Layout::TopK { k } => Some((k, t.dims[2])),
+        Layout::Dense => None,
+    })
+}
+
+/// `per_pair` multiply-adds-and-adds for each visible (query, key) pair and head element.
+fn attention(mask: Mask, ins: &[&LocalType], per_pair: u64, bytes: u64) -> OpCost {
+    let (q, k, v) = (ins[0], ins[1], ins[2]);
+    let (queries, keys) = (q.dims[1], k.dims[1]);
+    let heads = q.dims[0] * q.dims[2] * q.dims[3];
+    let width = (q.dims[4] + v.dims[3]).div_ceil(2);
+    let mut pairs = queries * keys;
+    if mask.causal {
+        pairs = pairs.div_ceil(2);
+    }
+    if let Some(window) = mask.window {
+        pairs = pairs.min(queries * window);
+    }
+    OpCost { flops: per_pair * heads * pairs * width, bytes, unit: Unit::Matrix { m: queries, n: keys, k: width } }
+}

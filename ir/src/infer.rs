@@ -1,0 +1,213 @@
+//! The type rule of each op.
+//!
+//! Two halves. [`check`] says whether given result types are right: dims with the same letter of the factor rule must be the same graph dim, and element types
+//! and layouts must be as the op defines. [`results`] gives the result types of a forward op from its operands; for derivatives the results are the
+//! types of the values they are gradients of, so the caller knows them.
+
+use crate::dtype::DType;
+use crate::entity::DimId;
+use crate::graph::{Layout, Type};
+use crate::op::Op;
+use crate::rule::rule;
+
+/// Number of operands and results.
+pub fn arity(op: &Op) -> (usize, usize) {
+    match op {
+        Op::MeanGrad => (0, 1),
+        Op::SumLeading { .. } | Op::Neg | Op::Act(_) | Op::Rope(_) | Op::AddPositionGrad | Op::Mean | Op::TopKGate { .. } => (1, 1),
+        Op::CeStats => (2, 2),
+        Op::LayerNormGradWeight { .. } => (2, 2),
+        Op::Einsum(_)
+        | Op::AddBias
+        | Op::Add
+        | Op::Sub
+        | Op::ActGrad(_)
+        | Op::Gated(_)
+        | Op::RmsNorm { .. }
+        | Op::RmsNormGradWeight { .. }
+        | Op::Embed
+        | Op::EmbedGrad
+        | Op::AddPosition
+        | Op::Dispatch
+        | Op::Undispatch
+        | Op::Combine
+        | Op::CombineGradRows => (2, 1),
+        Op::GatedGrad(_) => (3, 2),
+        Op::Attention(_) => (3, 2),
+        Op::RmsNormGradInput { .. }
+        | Op::LayerNorm { .. }
+        | Op::LayerNormGradInput { .. }
+        | Op::TopKGateGrad { .. }
+        | Op::ExpertEinsum(_)
+        | Op::CombineGradGate => (3, 1),
+        Op::CeStatsGrad => (5, 1),
+        Op::AttentionGrad(_) => (6, 3),
+    }
+}
+
+/// Result types of a forward op.
+///
+/// # Errors
+/// What is wrong with the operands, in words. For an op whose results do not follow from its operands (a derivative with respect to a
+/// table, `MeanGrad`) the error says so.
+pub fn results(op: &Op, ins: &[&Type]) -> Result<Vec<Type>, String> {
+    if ins.len() != arity(op).0 {
+        return Err(format!("takes {} operands, not {}", arity(op).0, ins.len()));
+    }
+    ranks(op, ins)?;
+    let like = |i: usize| ins[i].clone();
+    let acc = |dims: &[DimId]| Type::dense(ins[0].dtype.accumulator(), dims.to_vec());
+    let outs = match op {
+        Op::Einsum(spec) => vec![Type::dense(ins[0].dtype, spell(&spec.out, &[(&spec.left, ins[0]), (&spec.right, ins[1])])?)],
+        Op::ExpertEinsum(spec) => {
+            let dims = spell(&spec.out, &[(&spec.left, ins[0]), (&spec.right, ins[1])])?;
+            let layout = if spec.out.starts_with("bse") { top_k(ins)? } else { Layout::Dense };
+            vec![Type { dtype: ins[0].dtype, dims, layout }]
+        }
+        Op::AddBias
+        | Op::Add
+        | Op::Sub
+        | Op::Neg
+        | Op::Act(_)
+        | Op::ActGrad(_)
+        | Op::Gated(_)
+        | Op::RmsNorm { .. }
+        | Op::RmsNormGradInput { .. }
+        | Op::LayerNorm { .. }
+        | Op::LayerNormGradInput { .. }
+        | Op::Rope(_)
+        | Op::AddPosition
+        | Op::TopKGate { .. }
+        | Op::TopKGateGrad { .. }
+        | Op::CeStatsGrad => vec![like(0)],
+        Op::GatedGrad(_) | Op::AttentionGrad(_) => (0..arity(op).1).map(like).collect(),
+        Op::SumLeading { keep } => vec![acc(&ins[0].dims[ins[0].dims.len() - *keep as usize..])],
+        Op::RmsNormGradWeight { .. } | Op::LayerNormGradWeight { .. } => vec![acc(&ins[0].dims[ins[0].dims.len() - 1..]); arity(op).1],
+        Op::Attention(_) => {
+            let (q, v) = (ins[0], ins[2]);
+            let o: Vec<DimId> = q.dims[..4].iter().copied().chain([v.dims[3]]).collect();
+            vec![Type::dense(q.dtype, o), acc(&q.dims[..4])]
+        }
+        Op::Embed => vec![Type::dense(ins[0].dtype, ins[1].dims.iter().copied().chain([ins[0].dims[1]]).collect())],
+        Op::CeStats => vec![acc(&ins[0].dims[..ins[0].dims.len() - 1]); 2],
+        Op::Mean => vec![acc(&[])],
+        Op::Dispatch | Op::CombineGradRows => {
+            let dims = ins[1].dims.iter().copied().chain([ins[0].dims[2]]).collect();
+            vec![Type { dtype: ins[0].dtype, dims, layout: top_k(ins)? }]
+        }
+        Op::Undispatch | Op::Combine => vec![Type::dense(ins[0].dtype, vec![ins[0].dims[0], ins[0].dims[1], ins[0].dims[3]])],
+        Op::CombineGradGate => vec![like(2)],
+        Op::EmbedGrad | Op::AddPositionGrad | Op::MeanGrad => return Err("its result type does not follow from its operands".into()),
+    };
+    let refs: Vec<&Type> = outs.iter().collect();
+    check(op, ins, &refs).map(|()| outs)
+}
+
+/// Whether `op` may take operands of types `ins` and give results of types `outs`.
+///
+/// # Errors
+/// What is wrong, in words: the first mismatch of count, number of dims, dim, layout or element type.
+pub fn check(op: &Op, ins: &[&Type], outs: &[&Type]) -> Result<(), String> {
+    if (ins.len(), outs.len()) != arity(op) {
+        let (i, o) = arity(op);
+        return Err(format!("takes {i} operands and gives {o} results, not {} and {}", ins.len(), outs.len()));
+    }
+    ranks(op, ins)?;
+    let rule = rule(op, &ins.iter().map(|t| t.dims.len()).collect::<Vec<_>>(), &outs.iter().map(|t| t.dims.len()).collect::<Vec<_>>());
+    let mut dim_of: Vec<(char, DimId)> = Vec::new();
+    let sides = rule.ins.iter().zip(ins).map(|(l, t)| (l, t, "operand")).chain(rule.outs.iter().zip(outs).map(|((l, _), t)| (l, t, "result")));
+    for (at, (labels, ty, side)) in sides.enumerate() {
+        if labels.len() != ty.dims.len() {
+            return Err(format!("{side} {at} has {} dims, expected {}", ty.dims.len(), labels.len()));
+        }
+        for (&label, &dim) in labels.iter().zip(&ty.dims) {
+            match dim_of.iter().find(|(l, _)| *l == label) {
+                Some(&(_, d)) if d != dim => return Err(format!("{side} {at}: dim {dim} where `{label}` is {d}")),
+                Some(_) => {}
+                None => dim_of.push((label, dim)),
+            }
+        }
+        let integer = ty.dtype == DType::I32;
+        if integer != is_index(op, side == "operand", at) {
+            return Err(format!("{side} {at} is {}", ty.dtype));
+        }
+        if let Layout::TopK { .. } = ty.layout
+            && (ty.dims.len() < 4 || !is_routed(op))
+        {
+            return Err(format!("{side} {at} is in top-k layout, which this op does not take"));
+        }
+    }
+    Ok(())
+}
+
+/// Operands that are token ids.
+fn is_index(op: &Op, operand: bool, at: usize) -> bool {
+    operand
+        && match op {
+            Op::Embed | Op::CeStats | Op::CeStatsGrad => at == 1,
+            Op::EmbedGrad => at == 0,
+            _ => false,
+        }
+}
+
+/// Ops that may touch values in top-k layout.
+fn is_routed(op: &Op) -> bool {
+    matches!(
+        op,
+        Op::Dispatch
+            | Op::Undispatch
+            | Op::ExpertEinsum(_)
+            | Op::Combine
+            | Op::CombineGradRows
+            | Op::CombineGradGate
+            | Op::Add
+            | Op::Act(_)
+            | Op::ActGrad(_)
+            | Op::Gated(_)
+            | Op::GatedGrad(_)
+    )
+}
+
+/// Least numbers of dims, so that rules can be written without looking.
+fn ranks(op: &Op, ins: &[&Type]) -> Result<(), String> {
+    let need: &[(usize, std::ops::RangeInclusive<usize>)] = match op {
+        Op::Einsum(s) | Op::ExpertEinsum(s) => &[(0, s.left.len()..=s.left.len()), (1, s.right.len()..=s.right.len())],
+        Op::AddBias => &[(0, 1..=26), (1, 0..=ins[0].dims.len())],
+        Op::SumLeading { keep } => &[(0, *keep as usize..=26)],
+        Op::Rope(_) => &[(0, 3..=26)],
+        Op::Attention(_) | Op::AttentionGrad(_) => &[(0, 5..=5), (1, 4..=4), (2, 4..=4)],
+        Op::Embed => &[(0, 2..=2), (1, 2..=2)],
+        Op::EmbedGrad => &[(0, 2..=2), (1, 3..=3)],
+        Op::AddPosition => &[(0, 3..=3), (1, 2..=2)],
+        Op::AddPositionGrad => &[(0, 3..=3)],
+        Op::TopKGate { .. } | Op::TopKGateGrad { .. } => &[(0, 3..=3)],
+        Op::Dispatch | Op::CombineGradRows | Op::CombineGradGate => &[(0, 3..=3)],
+        Op::Undispatch | Op::Combine => &[(0, 4..=4), (1, 3..=3)],
+        Op::RmsNorm { .. }
+        | Op::RmsNormGradInput { .. }
+        | Op::RmsNormGradWeight { .. }
+        | Op::LayerNorm { .. }
+        | Op::LayerNormGradInput { .. }
+        | Op::LayerNormGradWeight { .. }
+        | Op::CeStats
+        | Op::CeStatsGrad => &[(0, 1..=26)],
+        Op::Add | Op::Sub | Op::Neg | Op::Act(_) | Op::ActGrad(_) | Op::Gated(_) | Op::GatedGrad(_) | Op::Mean | Op::MeanGrad => &[],
+    };
+    for (operand, range) in need {
+        let n = ins[*operand].dims.len();
+        if !range.contains(&n) {
+            return Err(format!("operand {operand} has {n} dims, expected {} to {}", range.start(), range.end()));
+        }
+    }
+    Ok(())
+}
+
+fn spell(out: &str, operands: &[(&String, &Type)]) -> Result<Vec<DimId>, String> {
+    let find = |label| operands.iter().find_map(|(s, t)| s.chars().position(|l| l == label).map(|at| t.dims[at]));
+    out.chars().map(|l| find(l).ok_or_else(|| format!("`{l}` is in no operand"))).collect()
+}
+
+/// The top-k layout of routed operands; for `Dispatch` (whose operands are dense) the gate's own `k` is not in its type, so the builder sets it.
+fn top_k(ins: &[&Type]) -> Result<Layout, String> {
+    Ok(ins.iter().map(|t| t.layout).find(|l| *l != Layout::Dense).unwrap_or(Layout::TopK { k: 1 }))
+}

@@ -1,0 +1,150 @@
+//! The mesh: an ordered list of small named axes over which one pipeline stage's ranks are laid out.
+//!
+//! Axes are *atomic*: `tp = 8` is three axes `tp0 tp1 tp2` of size 2, so that 2 key/value heads under `tp = 4` are sharded over `tp0` and
+//! replicated over `tp1`. Earlier axes are major: neighbouring ranks differ in the last axis first, so the last axes lie on the quickest links.
+//! Pipeline stages are not an axis: every stage is a copy of the mesh, and a value lives on one stage.
+//!
+//! Words: a *rank* is a process; its *local rank* is its position inside its stage's mesh; its *coordinate* on an axis is a digit of that position.
+
+use std::fmt;
+
+/// The most axes a mesh can have.
+pub const MAX_AXES: usize = 32;
+
+/// One axis of a mesh, by position.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct AxisId(pub u8);
+
+/// A set of axes; where order matters (the axes that shard one dim) it is mesh order, major first.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub struct AxisSet(pub u32);
+
+impl AxisSet {
+    pub const EMPTY: AxisSet = AxisSet(0);
+
+    pub fn one(axis: AxisId) -> AxisSet {
+        AxisSet(1 << axis.0)
+    }
+    pub fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+    pub fn contains(self, axis: AxisId) -> bool {
+        self.0 & (1 << axis.0) != 0
+    }
+    pub fn includes(self, other: AxisSet) -> bool {
+        other.0 & !self.0 == 0
+    }
+    pub fn intersects(self, other: AxisSet) -> bool {
+        self.0 & other.0 != 0
+    }
+    pub fn union(self, other: AxisSet) -> AxisSet {
+        AxisSet(self.0 | other.0)
+    }
+    pub fn minus(self, other: AxisSet) -> AxisSet {
+        AxisSet(self.0 & !other.0)
+    }
+    pub fn and(self, other: AxisSet) -> AxisSet {
+        AxisSet(self.0 & other.0)
+    }
+    pub fn iter(self) -> impl Iterator<Item = AxisId> {
+        (0..MAX_AXES as u8).filter(move |i| self.0 & (1 << i) != 0).map(AxisId)
+    }
+    pub fn len(self) -> usize {
+        self.0.count_ones() as usize
+    }
+}
+
+impl FromIterator<AxisId> for AxisSet {
+    fn from_iter<I: IntoIterator<Item = AxisId>>(iter: I) -> Self {
+        iter.into_iter().fold(AxisSet::EMPTY, |s, a| s.union(AxisSet::one(a)))
+    }
+}
+impl fmt::Debug for AxisSet {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_set().entries(self.iter().map(|a| a.0)).finish()
+    }
+}
+
+/// One named axis.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct Axis {
+    pub name: String,
+    pub size: u64,
+}
+
+/// The ordered axes of one stage.
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
+pub struct Mesh {
+    pub axes: Vec<Axis>,
+}
+
+impl Mesh {
+    /// The mesh `dp × tp`, with `tp` as its prime factors, largest first. `dp` is always axis 0, also where its size is 1 (nothing is then sharded
+    /// over it), so that tensor-parallel strategies do not depend on the degree of data parallelism.
+    pub fn new(dp: u64, tp: u64) -> Mesh {
+        let mut axes = vec![Axis { name: "dp".into(), size: dp }];
+        axes.extend(prime_factors(tp).into_iter().rev().enumerate().map(|(i, size)| Axis { name: format!("tp{i}"), size }));
+        Mesh { axes }
+    }
+
+    /// The data-parallel axis, if it has more than one rank.
+    pub fn dp(&self) -> AxisSet {
+        self.ids().filter(|&a| self.axis(a).name == "dp" && self.axis(a).size > 1).collect()
+    }
+    /// The tensor-parallel axes.
+    pub fn tp(&self) -> AxisSet {
+        self.ids().filter(|&a| self.axis(a).name.starts_with("tp")).collect()
+    }
+    pub fn axis(&self, id: AxisId) -> &Axis {
+        &self.axes[id.0 as usize]
+    }
+    pub fn ids(&self) -> impl DoubleEndedIterator<Item = AxisId> + use<> {
+        (0..self.axes.len() as u8).map(AxisId)
+    }
+    pub fn by_name(&self, name: &str) -> Option<AxisId> {
+        self.axes.iter().position(|a| a.name == name).map(|i| AxisId(i as u8))
+    }
+    pub fn all(&self) -> AxisSet {
+        self.ids().collect()
+    }
+    /// Number of ranks along `axes` (1 for the empty set).
+    pub fn size(&self, axes: AxisSet) -> u64 {
+        axes.iter().map(|a| self.axis(a).size).product()
+    }
+    /// Ranks in the mesh.
+    pub fn ranks(&self) -> u64 {
+        self.axes.iter().map(|a| a.size).product()
+    }
+    /// Coordinate of `local_rank` on `axis`.
+    pub fn coordinate(&self, local_rank: u64, axis: AxisId) -> u64 {
+        let minor: u64 = self.axes[axis.0 as usize + 1..].iter().map(|a| a.size).product();
+        local_rank / minor % self.axis(axis).size
+    }
+    /// Position of `local_rank` among the `size(axes)` positions along `axes`, major axis first: which block of a dim sharded over `axes` it owns.
+    pub fn position(&self, local_rank: u64, axes: AxisSet) -> u64 {
+        axes.iter().fold(0, |at, a| at * self.axis(a).size + self.coordinate(local_rank, a))
+    }
+    /// The local ranks that share `local_rank`'s coordinates outside `axes`, ordered by position along `axes`.
+    pub fn group(&self, local_rank: u64, axes: AxisSet) -> Vec<u64> {
+        let mut members: Vec<u64> =
+            (0..self.ranks()).filter(|&r| self.ids().all(|a| axes.contains(a) || self.coordinate(r, a) == self.coordinate(local_rank, a))).collect();
+        members.sort_by_key(|&r| self.position(r, axes));
+        members
+    }
+}
+
+fn prime_factors(mut n: u64) -> Vec<u64> {
+    let mut factors = Vec::new();
+    let mut p = 2;
+    while p * p <= n {
+        while n % p == 0 {
+            factors.push(p);
+            n /= p;
+        }
+        p += 1;
+    }
+    if n > 1 {
+        factors.push(n);
+    }
+    factors
+}

@@ -1,0 +1,150 @@
+//! The closed set of graph operations.
+//!
+//! For each op, four facts, each in its own file and each a `match` without wildcard arms: its factor rule ([`crate::rule`]), the types of its results
+//! ([`crate::infer`]), its cost ([`crate::cost`]), its derivative ([`crate::grad`]); and its meaning in [`crate::interp::op`].
+//! In the signatures below, letters are dims: `x[b,s,h]` has three.
+
+/// Activation functions.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Activation {
+    /// x · sigmoid(x).
+    Silu,
+    /// x · Φ(x), with erf.
+    Gelu,
+    /// GPT-2's tanh approximation of GELU.
+    GeluTanh,
+    Relu,
+}
+
+/// Scalars that change from step to step, given to every rank when a step starts.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum StepScalar {
+    /// 1 / (target tokens of the whole step, over all ranks and micro-batches): the loss divisor.
+    InvTokens,
+}
+
+/// Rotation direction: the derivative of a rotation is the opposite rotation.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Rotation {
+    Forward,
+    Inverse,
+}
+
+/// Rotary position embedding (arXiv:2104.09864), in the half-split form of Hugging Face: dim `i` pairs with `i + d/2`.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Rope {
+    pub rotation: Rotation,
+    /// Angle per position of each pair, length d/2 (any llama3 scaling already applied).
+    pub inv_freq: Vec<f64>,
+}
+
+/// Which keys a query sees.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Mask {
+    pub causal: bool,
+    /// With a window of `w`, position `i` sees keys `i-w+1 ..= i`.
+    pub window: Option<u64>,
+}
+
+/// Scaled dot-product attention.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Attention {
+    pub mask: Mask,
+    /// Factor on the scores, usually 1/√d.
+    pub scale: f64,
+}
+
+/// Operand and result labels of a product, one letter per dim: `bsh,fh->bsf`.
+///
+/// A letter in both operands and not in the result is summed over. In each operand the letters of one role (only left, only right, summed, or common
+/// to all three) stand together and in the same order, so that the product is a (batched) matrix product without transposition in memory.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct Spec {
+    pub left: String,
+    pub right: String,
+    pub out: String,
+}
+
+/// Router normalisation after the top-k choice.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Renormalize {
+    /// Chosen probabilities are divided by their sum.
+    Yes,
+    /// Chosen probabilities stand as the softmax over all experts gave them.
+    No,
+}
+
+/// One operation.
+#[derive(Clone, PartialEq, Debug)]
+pub enum Op {
+    /// (x, y) → x·y by the spec.
+    Einsum(Spec),
+    /// (x[…,n…], b[n…]) → x + b, where b's dims are the last of x's.
+    AddBias,
+    /// (x[…,n…]) → sum over all but the last `keep` dims. The derivative of `AddBias` with respect to b.
+    SumLeading { keep: u32 },
+    /// (x, y) → x + y. Linear, so both may be partial over the same axes.
+    Add,
+    /// (x, y) → x − y.
+    Sub,
+    /// (x) → −x.
+    Neg,
+    /// (x) → f(x).
+    Act(Activation),
+    /// (x, dy) → dy · f′(x).
+    ActGrad(Activation),
+    /// (gate, up) → f(gate) · up.
+    Gated(Activation),
+    /// (gate, up, dy) → (dgate, dup).
+    GatedGrad(Activation),
+    /// (x[…,h], w[h]) → x / rms(x) · w.
+    RmsNorm { eps: f64 },
+    /// (x, w, dy) → dx.
+    RmsNormGradInput { eps: f64 },
+    /// (x, dy) → dw.
+    RmsNormGradWeight { eps: f64 },
+    /// (x[…,h], w[h], bias[h]) → (x − mean) / std · w + bias.
+    LayerNorm { eps: f64 },
+    /// (x, w, dy) → dx.
+    LayerNormGradInput { eps: f64 },
+    /// (x, dy) → (dw, dbias).
+    LayerNormGradWeight { eps: f64 },
+    /// (x[b,s,…,d]) → x rotated by its position in dim 1.
+    Rope(Rope),
+    /// (q[b,s,g,r,d], k[b,t,g,d], v[b,t,g,e]) → (o[b,s,g,r,e], lse[b,s,g,r]). `g` are key/value heads, `r` query heads of each.
+    Attention(Attention),
+    /// (q, k, v, o, lse, do) → (dq, dk, dv).
+    AttentionGrad(Attention),
+    /// (table[v,h], tokens[b,s]) → [b,s,h]. Rows outside a rank's block of the table give zero.
+    Embed,
+    /// (tokens[b,s], dy[b,s,h]) → dtable[v,h].
+    EmbedGrad,
+    /// (x[b,s,h], table[p,h]) → x + table[0..s].
+    AddPosition,
+    /// (dy[b,s,h]) → dtable[p,h], zero from row s on.
+    AddPositionGrad,
+    /// (logits[…,v], targets[…]) → (lse[…], picked[…]): log Σ exp, and the logit of the target. Padded columns count as −∞.
+    CeStats,
+    /// (logits, targets, lse, dlse, dpicked) → dlogits = dlse · exp(logits − lse) + dpicked · onehot(targets).
+    CeStatsGrad,
+    /// (x[…]) → Σ x · InvTokens, a scalar.
+    Mean,
+    /// () → a value full of InvTokens: the derivative of `Mean`.
+    MeanGrad,
+    /// (logits[b,s,e]) → gate[b,s,e]: softmax over e, the k largest kept (ties: lowest index), the rest zero.
+    TopKGate { k: u64, renormalize: Renormalize },
+    /// (logits, gate, dgate) → dlogits.
+    TopKGateGrad { k: u64, renormalize: Renormalize },
+    /// (x[b,s,h], gate[b,s,e]) → rows[b,s,e,h] in top-k layout.
+    Dispatch,
+    /// (rows[b,s,e,h], gate) → Σ over e: [b,s,h]. The derivative of `Dispatch`.
+    Undispatch,
+    /// (left, right, gate) → product by the spec, where operands or result with the letters `b s e` are in top-k layout.
+    ExpertEinsum(Spec),
+    /// (rows[b,s,e,h], gate[b,s,e]) → Σ over e of gate · rows: [b,s,h].
+    Combine,
+    /// (dy[b,s,h], gate) → drows[b,s,e,h] = gate · dy.
+    CombineGradRows,
+    /// (dy[b,s,h], rows[b,s,e,h], gate) → dgate[b,s,e] = ⟨dy, rows⟩ where gate is not zero.
+    CombineGradGate,
+}

@@ -1,0 +1,76 @@
+//! The update rules, as scalar equations. Every executor (interpreter, CPU and CUDA kernels) computes these.
+
+/// Which update rule; part of a plan, since it decides which states exist.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Optimizer {
+    AdamW,
+    Sgd,
+}
+
+impl Optimizer {
+    /// State tensors per parameter besides the parameter itself.
+    pub fn moments(self) -> usize {
+        match self {
+            Optimizer::AdamW => 2,
+            Optimizer::Sgd => 1,
+        }
+    }
+    pub fn name(self) -> &'static str {
+        match self {
+            Optimizer::AdamW => "adamw",
+            Optimizer::Sgd => "sgd",
+        }
+    }
+    pub fn from_name(name: &str) -> Option<Optimizer> {
+        [Optimizer::AdamW, Optimizer::Sgd].into_iter().find(|o| o.name() == name)
+    }
+}
+
+/// Settings that may change from step to step and are no part of a plan.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Hyper {
+    pub lr: f64,
+    pub beta1: f64,
+    pub beta2: f64,
+    pub eps: f64,
+    pub weight_decay: f64,
+    /// SGD only: v ← momentum·v + g.
+    pub momentum: f64,
+    /// Largest global gradient norm; infinite for none.
+    pub clip: f64,
+}
+
+/// What one step gives every rank: the update's scalars and the loss divisor.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct StepScalars {
+    pub hyper: Hyper,
+    /// 1 for the first step: Adam's bias correction is 1 − βᵗ.
+    pub step: u64,
+    pub inv_tokens: f64,
+}
+
+/// Clip factor for a global norm, as `torch.nn.utils.clip_grad_norm_` defines it: min(1, clip / (norm + 1e-6)).
+pub fn clip_scale(norm: f64, clip: f64) -> f64 {
+    if clip.is_finite() { (clip / (norm + 1e-6)).min(1.0) } else { 1.0 }
+}
+
+/// AdamW (arXiv:1711.05101, in PyTorch's form): p ← p − lr·wd·p; m, v updated; p ← p − lr · (m/(1−β₁ᵗ)) / (√(v/(1−β₂ᵗ)) + ε).
+/// `g` is already scaled by the clip factor. Returns the new (p, m, v).
+pub fn adamw(p: f64, g: f64, m: f64, v: f64, at: &StepScalars) -> (f64, f64, f64) {
+    let h = &at.hyper;
+    let t = i32::try_from(at.step).unwrap_or(i32::MAX);
+    let p = p * (1.0 - h.lr * h.weight_decay);
+    let m = h.beta1 * m + (1.0 - h.beta1) * g;
+    let v = h.beta2 * v + (1.0 - h.beta2) * g * g;
+    let step = h.lr / (1.0 - h.beta1.powi(t));
+    let denom = v.sqrt() / (1.0 - h.beta2.powi(t)).sqrt() + h.eps;
+    (p - step * m / denom, m, v)
+}
+
+/// SGD with momentum and L2 decay, in PyTorch's form: g ← g + wd·p; v ← momentum·v + g; p ← p − lr·v. Returns the new (p, v).
+pub fn sgd(p: f64, g: f64, v: f64, at: &StepScalars) -> (f64, f64) {
+    let h = &at.hyper;
+    let g = g + h.weight_decay * p;
+    let v = h.momentum * v + g;
+    (p - h.lr * v, v)
+}

@@ -1,0 +1,122 @@
+//! All choices about how to train one model on one cluster. Costs are not here: they are recomputed from the choices.
+
+use crate::dtype::DType;
+use crate::optimizer::Optimizer;
+use crate::rule::Assignment;
+
+/// Order of forward and backward passes of the micro-batches on a stage.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Schedule {
+    /// All forwards, then all backwards: every micro-batch is in flight.
+    GPipe,
+    /// Stage s of p keeps at most p − s micro-batches in flight.
+    OneFOneB,
+}
+
+impl Schedule {
+    pub const ALL: [Schedule; 2] = [Schedule::GPipe, Schedule::OneFOneB];
+    pub fn name(self) -> &'static str {
+        match self {
+            Schedule::GPipe => "gpipe",
+            Schedule::OneFOneB => "1f1b",
+        }
+    }
+    pub fn from_name(name: &str) -> Option<Schedule> {
+        Schedule::ALL.into_iter().find(|s| s.name() == name)
+    }
+    /// Micro-batches whose activations `stage` of `stages` holds at once.
+    pub fn in_flight(self, stage: u64, stages: u64, micro_batches: u64) -> u64 {
+        match self {
+            Schedule::GPipe => micro_batches,
+            Schedule::OneFOneB => micro_batches.min(stages - stage),
+        }
+    }
+}
+
+/// What is sharded over the data-parallel ranks (arXiv:1910.02054): 1 optimizer states, 2 also gradients, 3 also parameters.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct Zero(pub u8);
+
+/// What the backward pass of a layer computes again.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Recompute {
+    /// Nothing: everything the backward pass reads is kept.
+    None,
+    /// All of the layer's forward pass: only its input is kept.
+    Full,
+}
+
+/// What becomes of a form that an all-gather made and the backward pass reads.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Gathered {
+    /// Kept whole.
+    Keep,
+    /// Dropped, and gathered again from its source, which is kept (sequence parallelism as in arXiv:2205.05198).
+    Again,
+}
+
+/// How one layer runs.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct LayerPlan {
+    pub zero: Zero,
+    pub recompute: Recompute,
+    pub gathered: Gathered,
+    /// Tensor-parallel axes for each forward node of the layer, in graph order. The data-parallel axis is not in it: it always splits the batch dim.
+    pub strategy: Vec<Assignment>,
+}
+
+/// Consecutive layers on one group of devices.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct StagePlan {
+    pub first: u32,
+    /// Inclusive.
+    pub last: u32,
+}
+
+#[derive(Clone, PartialEq, Debug)]
+pub struct Plan {
+    pub dp: u64,
+    pub tp: u64,
+    /// Sequences of one micro-batch on one data-parallel rank.
+    pub micro_batch: u64,
+    /// Micro-batches of one step on one data-parallel rank.
+    pub micro_batches: u64,
+    pub schedule: Schedule,
+    /// Dim (position) of every layer boundary that the tensor-parallel axes shard; `Some(1)` is sequence parallelism.
+    pub boundary: Option<u32>,
+    pub stages: Vec<StagePlan>,
+    /// Distinct ways of running a layer.
+    pub options: Vec<LayerPlan>,
+    /// For each layer, which of `options`.
+    pub layers: Vec<u32>,
+    /// Type of parameters and activations in compute.
+    pub compute: DType,
+    pub optimizer: Optimizer,
+    /// Whether gradients are clipped by global norm: it costs a reduction, so it is part of the plan.
+    pub clip: Clip,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Clip {
+    None,
+    GlobalNorm,
+}
+
+impl Plan {
+    pub fn pp(&self) -> u64 {
+        self.stages.len() as u64
+    }
+    pub fn devices(&self) -> u64 {
+        self.dp * self.tp * self.pp()
+    }
+    pub fn layer(&self, layer: u32) -> &LayerPlan {
+        &self.options[self.layers[layer as usize] as usize]
+    }
+    pub fn stage_of(&self, layer: u32) -> usize {
+        self.stages.iter().position(|s| (s.first..=s.last).contains(&layer)).unwrap_or(0)
+    }
+    /// Sequences of one step over all ranks.
+    pub fn batch(&self) -> u64 {
+        self.dp * self.micro_batch * self.micro_batches
+    }
+}

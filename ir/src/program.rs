@@ -1,0 +1,392 @@
+//! The program: what every rank does in one training step, to the byte and in order.
+//!
+//! Ranks of one pipeline stage differ only in their mesh coordinates and share one [`StageProgram`]: a rank's class is its stage. A stage program is
+//! - an *arena*: one static allocation, in which every *buffer* is a typed byte range. A buffer *claims* its content ([`Content`]); the claims are
+//!   not trusted: the verifier proves from the graph that each read finds what its buffer claims;
+//! - *segments*: straight-line pieces, each run for one micro-batch at a time. Buffers with `slots > 1` are `slot_stride` bytes apart, one per
+//!   micro-batch in flight: micro-batch `m` uses slot `m % slots`;
+//! - a *schedule*: the calls of segments, in the order in which the rank's one thread issues them.
+//!
+//! **Streams.** Every instruction is issued to one stream. A stream runs its instructions in issue order; different streams run concurrently,
+//! ordered by events alone: `wait e` holds its stream until the latest `record e` issued before it (in issue order, over all streams) has completed;
+//! if none was issued in this step, it does not hold. A step begins when every stream of the rank has finished the step before.
+//!
+//! **Communicators.** A collective is met by the *group* of ranks that share its issuer's coordinates outside `axes`, on its stage or on all of
+//! `stages`. Group order: stages in order, then position along `axes`, major axis first; reductions add in that order, starting from the first.
+//! Members issue the collectives of one communicator in one order. `Send` and `Recv` pair ranks of two stages with the same local rank; each ordered pair of stages
+//! and each [`Channel`] is a first-in-first-out communicator of its own; a send completes when its receive has the bytes (rendezvous).
+//!
+//! **Flat buckets.** Parameters of one layer that are sharded alike and synchronised alike are laid out one after the other in a *bucket*. Its roles
+//! (parameters, master copy, gradients, moments) are flat buffers with the same element offsets, whole or cut into equal pieces over data-parallel axes
+//! (ZeRO); piece boundaries need not respect tensors. Padding elements are zero.
+
+use crate::dtype::DType;
+use crate::entity::{BucketId, BufferId, EventId, NodeId, ParamId, SegmentId, Table, ValueId};
+use crate::mesh::{AxisSet, Mesh};
+use crate::optimizer::Optimizer;
+use crate::sharding::{Monoid, Padded, Sharding};
+
+/// Alignment of every buffer and arena region, bytes.
+pub const ALIGN: u64 = 256;
+
+/// Rounds a size up to [`ALIGN`].
+pub fn align(bytes: u64) -> u64 {
+    bytes.next_multiple_of(ALIGN)
+}
+
+/// The programs of all stages.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct Program {
+    /// The mesh of each stage. Rank = stage × mesh.ranks() + local rank.
+    pub mesh: Mesh,
+    pub padded: Padded,
+    pub micro_batches: u64,
+    pub optimizer: Option<Optimizer>,
+    pub stages: Vec<StageProgram>,
+}
+
+impl Program {
+    pub fn ranks(&self) -> u64 {
+        self.mesh.ranks() * self.stages.len() as u64
+    }
+}
+
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct StageProgram {
+    pub arena_bytes: u64,
+    /// Named parts of the arena, for reports: `states`, `frames`, … In order, without gaps, covering the arena.
+    pub regions: Vec<Region>,
+    pub buckets: Table<BucketId, Bucket>,
+    pub buffers: Table<BufferId, Buffer>,
+    pub segments: Table<SegmentId, Segment>,
+    pub schedule: Vec<Call>,
+    pub events: u32,
+}
+
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Region {
+    pub name: String,
+    pub offset: u64,
+    pub bytes: u64,
+}
+
+/// Parameters laid out flat, one after the other.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Bucket {
+    pub members: Vec<Member>,
+    /// Elements, padding included: a multiple of the number of pieces.
+    pub elems: u64,
+    /// Axes and stages over which the members' local gradients still have to be summed (beyond this rank's own micro-batches).
+    pub partial: AxisSet,
+    /// For a tied parameter with homes on several stages: all its homes (this one included), over which its gradient is summed too. Empty otherwise.
+    pub tied: Vec<u32>,
+}
+
+/// One parameter's place in a bucket.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Member {
+    pub param: ParamId,
+    /// Sharding of the parameter in compute: its local block, row-major, is at `offset`.
+    pub sharding: Sharding,
+    pub offset: u64,
+    pub elems: u64,
+}
+
+/// What a flat bucket buffer holds.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Role {
+    /// The parameters in the compute type. Where that is f32 or f64 they are their own master copy.
+    Param,
+    /// f32 copy that the optimizer updates, where the compute type is shorter.
+    Master,
+    /// Gradients in the accumulator type.
+    Grad,
+    /// First moment (Adam's m, SGD's momentum).
+    Moment1,
+    /// Second moment (Adam's v).
+    Moment2,
+}
+
+impl Role {
+    pub const ALL: [Role; 5] = [Role::Param, Role::Master, Role::Grad, Role::Moment1, Role::Moment2];
+    pub fn name(self) -> &'static str {
+        match self {
+            Role::Param => "param",
+            Role::Master => "master",
+            Role::Grad => "grad",
+            Role::Moment1 => "moment1",
+            Role::Moment2 => "moment2",
+        }
+    }
+    pub fn from_name(name: &str) -> Option<Role> {
+        Role::ALL.into_iter().find(|r| r.name() == name)
+    }
+}
+
+/// A step-wide scalar of a rank.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Scalar {
+    /// Sum of the loss value over micro-batches.
+    Loss,
+    /// Sum of squares of all gradients.
+    NormSquared,
+    /// Factor that clips gradients.
+    ClipScale,
+}
+
+impl Scalar {
+    pub const ALL: [Scalar; 3] = [Scalar::Loss, Scalar::NormSquared, Scalar::ClipScale];
+    pub fn name(self) -> &'static str {
+        match self {
+            Scalar::Loss => "loss",
+            Scalar::NormSquared => "norm_squared",
+            Scalar::ClipScale => "clip_scale",
+        }
+    }
+    pub fn from_name(name: &str) -> Option<Scalar> {
+        Scalar::ALL.into_iter().find(|r| r.name() == name)
+    }
+}
+
+/// What a buffer claims to hold when it is read.
+#[derive(Clone, PartialEq, Debug)]
+pub enum Content {
+    /// A graph value of the current micro-batch.
+    Value {
+        value: ValueId,
+        sharding: Sharding,
+    },
+    /// One role of a bucket: all of it (`pieces` empty), or this rank's piece of `1/size(pieces)`.
+    Flat {
+        bucket: BucketId,
+        role: Role,
+        pieces: AxisSet,
+    },
+    /// One member's block inside a whole flat buffer (its bytes are a part of that buffer's).
+    Member {
+        bucket: BucketId,
+        role: Role,
+        param: ParamId,
+    },
+    Scalar(Scalar),
+    /// Working memory of one instruction; never read across instructions.
+    Scratch,
+}
+
+/// A typed byte range of the arena. Buffers may overlap: two claims on one range are never both live.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Buffer {
+    pub content: Content,
+    pub dtype: DType,
+    /// Bytes of one slot on one rank.
+    pub bytes: u64,
+    /// Byte offset in the arena of slot 0, on the rank with coordinate 0 on `piece_axes`.
+    pub offset: u64,
+    pub slots: u64,
+    pub slot_stride: u64,
+    /// The rank at position `i` along these axes has its range `i × bytes` further on: its own piece of a whole flat buffer, in place.
+    pub piece_axes: AxisSet,
+}
+
+impl Buffer {
+    /// Where the buffer begins for a micro-batch, on a rank.
+    pub fn offset_at(&self, micro_batch: u64, mesh: &Mesh, local_rank: u64) -> u64 {
+        self.offset + micro_batch % self.slots.max(1) * self.slot_stride + mesh.position(local_rank, self.piece_axes) * self.bytes
+    }
+}
+
+/// In-order queues of one rank.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Stream {
+    /// Kernels, and the tensor-parallel collectives between them.
+    Compute,
+    /// Collectives over data-parallel ranks, and across stages.
+    Comm,
+    SendForward,
+    RecvForward,
+    SendBackward,
+    RecvBackward,
+}
+
+impl Stream {
+    pub const ALL: [Stream; 6] =
+        [Stream::Compute, Stream::Comm, Stream::SendForward, Stream::RecvForward, Stream::SendBackward, Stream::RecvBackward];
+    pub fn name(self) -> &'static str {
+        match self {
+            Stream::Compute => "compute",
+            Stream::Comm => "comm",
+            Stream::SendForward => "send_forward",
+            Stream::RecvForward => "recv_forward",
+            Stream::SendBackward => "send_backward",
+            Stream::RecvBackward => "recv_backward",
+        }
+    }
+    pub fn from_name(name: &str) -> Option<Stream> {
+        Stream::ALL.into_iter().find(|s| s.name() == name)
+    }
+}
+
+/// Which way a message between stages goes; each is a communicator of its own.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Channel {
+    /// Activations, to the next stage.
+    Forward,
+    /// Cotangents, to the previous stage.
+    Backward,
+}
+
+/// Whether a result replaces or adds to what its buffer holds.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Write {
+    Set,
+    Add,
+}
+
+/// The communication pattern of a collective.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Pattern {
+    AllReduce,
+    /// The `dim` of the result is this rank's block of the reduction.
+    ReduceScatter,
+    /// The `dim` of the result is all members' blocks.
+    AllGather,
+}
+
+impl Pattern {
+    pub fn name(self) -> &'static str {
+        match self {
+            Pattern::AllReduce => "all_reduce",
+            Pattern::ReduceScatter => "reduce_scatter",
+            Pattern::AllGather => "all_gather",
+        }
+    }
+    pub fn from_name(name: &str) -> Option<Pattern> {
+        [Pattern::AllReduce, Pattern::ReduceScatter, Pattern::AllGather].into_iter().find(|p| p.name() == name)
+    }
+}
+
+/// One instruction. Operands are buffers of the stage.
+#[derive(Clone, PartialEq, Debug)]
+pub enum Instr {
+    /// Run a graph node on this rank's blocks; the factor assignment follows from the buffers' shardings. A forward node may run again in a backward
+    /// segment (recompute). `write: Add` is for weight gradients, whose results are `Member` buffers with role `Grad`, and for the loss (`Scalar`).
+    Run {
+        node: NodeId,
+        ins: Vec<BufferId>,
+        outs: Vec<BufferId>,
+        scratch: Option<BufferId>,
+        write: Write,
+    },
+    /// Load a graph input of the micro-batch, this rank's block.
+    Input {
+        dst: BufferId,
+    },
+    /// Keep this rank's block of `dim` (a [`crate::reshard::Step::Slice`]).
+    Slice {
+        src: BufferId,
+        dst: BufferId,
+        axes: AxisSet,
+        dim: u32,
+    },
+    /// A collective over `axes` of this stage and, where `stages` is not empty, over the same ranks of those stages. `src` and `dst` may be the same
+    /// bytes (all-reduce), or `src` this rank's piece of `dst` and the reverse (gather, scatter). For flat buffers `dim` is 0.
+    Collective {
+        pattern: Pattern,
+        axes: AxisSet,
+        stages: Vec<u32>,
+        dim: u32,
+        monoid: Monoid,
+        src: BufferId,
+        dst: BufferId,
+    },
+    Send {
+        to: u32,
+        channel: Channel,
+        src: BufferId,
+    },
+    Recv {
+        from: u32,
+        channel: Channel,
+        dst: BufferId,
+    },
+    Zero {
+        dst: BufferId,
+    },
+    /// dst ← dst + src, elementwise.
+    AddInto {
+        src: BufferId,
+        dst: BufferId,
+    },
+    /// dst ← dst + Σ src², on the ranks whose coordinates on `once` are all 0 (elsewhere nothing): each logical element counts once.
+    SquareSum {
+        src: BufferId,
+        dst: BufferId,
+        once: AxisSet,
+    },
+    /// dst ← clip factor of √src ([`crate::optimizer::clip_scale`]).
+    ClipScale {
+        src: BufferId,
+        dst: BufferId,
+    },
+    /// One optimizer step on flat buffers of the same elements: `state` (the master copy), its gradient and its moments; `param` receives the
+    /// result in the compute type where that is another buffer. Gradients are scaled by `scale` first.
+    Update {
+        state: BufferId,
+        grad: BufferId,
+        moments: Vec<BufferId>,
+        param: Option<BufferId>,
+        scale: Option<BufferId>,
+    },
+    Record(EventId),
+    Wait(EventId),
+}
+
+#[derive(Clone, PartialEq, Debug)]
+pub struct Issue {
+    pub stream: Stream,
+    pub instr: Instr,
+}
+
+/// What a segment is for.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum SegmentKind {
+    /// Start of a step: clear what accumulates.
+    Begin,
+    Forward,
+    /// Input and weight gradients of a micro-batch.
+    Backward,
+    /// The same for the last micro-batch, with gradient synchronisation between.
+    BackwardLast,
+    /// Norm, clip, optimizer, parameter gathers.
+    Update,
+}
+
+impl SegmentKind {
+    pub const ALL: [SegmentKind; 5] =
+        [SegmentKind::Begin, SegmentKind::Forward, SegmentKind::Backward, SegmentKind::BackwardLast, SegmentKind::Update];
+    pub fn name(self) -> &'static str {
+        match self {
+            SegmentKind::Begin => "begin",
+            SegmentKind::Forward => "forward",
+            SegmentKind::Backward => "backward",
+            SegmentKind::BackwardLast => "backward_last",
+            SegmentKind::Update => "update",
+        }
+    }
+    pub fn from_name(name: &str) -> Option<SegmentKind> {
+        SegmentKind::ALL.into_iter().find(|s| s.name() == name)
+    }
+}
+
+#[derive(Clone, PartialEq, Debug)]
+pub struct Segment {
+    pub kind: SegmentKind,
+    pub body: Vec<Issue>,
+}
+
+/// Run a segment for a micro-batch (0 for `Begin` and `Update`).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Call {
+    pub segment: SegmentId,
+    pub micro_batch: u64,
+}

@@ -1,0 +1,224 @@
+//! The factor rule of each op: everything a planner, a lowering or a verifier needs to know to split it.
+//!
+//! Each op is described once, like an einsum: every dim of every operand and result is a *factor* (a letter). Splitting an op over mesh axes means
+//! assigning axes to factors; from that follow the sharding each operand must have and the sharding each result has:
+//!
+//! - an operand's dim is sharded by the axes of its factor;
+//! - a result is partial (with a monoid of its own) over the axes of every factor that it does not have.
+//!
+//! A derivative uses the letters of the op it is derived from, so one assignment serves a forward op and its backward ops.
+//! A factor that is `Whole` cannot be split. A factor that is `pad`-able keeps its meaning when its dim grows by zero elements.
+
+use crate::mesh::AxisSet;
+use crate::op::Op;
+use crate::sharding::{Monoid, Sharding};
+
+/// A letter.
+pub type Label = char;
+
+/// What may happen to a factor.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Split {
+    /// Each rank computes its block; zero padding at the end of the dim is harmless.
+    Free,
+    /// Each rank computes its block; the dim cannot be padded.
+    Exact,
+    /// Must not be split.
+    Whole,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Factor {
+    pub label: Label,
+    pub split: Split,
+}
+
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Rule {
+    pub factors: Vec<Factor>,
+    /// One letter per dim, per operand.
+    pub ins: Vec<Vec<Label>>,
+    /// One letter per dim, per result, and how terms over missing factors are reduced.
+    pub outs: Vec<(Vec<Label>, Monoid)>,
+    /// `Add`: operands that wait for the same reduction may be added as they are.
+    pub linear: Linear,
+}
+
+/// Whether an op commutes with a pending sum of its operands.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Linear {
+    /// Operands must be whole.
+    No,
+    /// All operands may be partial over the same axes; so is the result then.
+    Yes,
+}
+
+/// Axes given to each factor of an op. Factors that are not listed are not split.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+pub struct Assignment(pub Vec<(Label, AxisSet)>);
+
+impl Assignment {
+    pub fn axes(&self, label: Label) -> AxisSet {
+        self.0.iter().find(|(l, _)| *l == label).map_or(AxisSet::EMPTY, |&(_, a)| a)
+    }
+    /// Gives `axes` to `label`, on top of what it has. Entries stay sorted by letter, so equal assignments compare equal.
+    pub fn assign(&mut self, label: Label, axes: AxisSet) {
+        if axes.is_empty() {
+            return;
+        }
+        match self.0.binary_search_by_key(&label, |&(l, _)| l) {
+            Ok(at) => self.0[at].1 = self.0[at].1.union(axes),
+            Err(at) => self.0.insert(at, (label, axes)),
+        }
+    }
+    pub fn used(&self) -> AxisSet {
+        self.0.iter().fold(AxisSet::EMPTY, |s, &(_, a)| s.union(a))
+    }
+}
+
+/// Shardings of an op's operands and results under an assignment.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Placement {
+    pub ins: Vec<Sharding>,
+    pub outs: Vec<Sharding>,
+}
+
+impl Rule {
+    pub fn factor(&self, label: Label) -> Option<&Factor> {
+        self.factors.iter().find(|f| f.label == label)
+    }
+
+    /// The shardings that `assignment` gives operands and results.
+    pub fn place(&self, assignment: &Assignment) -> Placement {
+        let dims = |labels: &[Label]| labels.iter().map(|&l| assignment.axes(l)).collect::<Vec<_>>();
+        let used = self.factors.iter().fold(AxisSet::EMPTY, |s, f| s.union(assignment.axes(f.label)));
+        Placement {
+            ins: self.ins.iter().map(|labels| Sharding::of_dims(dims(labels))).collect(),
+            outs: self
+                .outs
+                .iter()
+                .map(|(labels, monoid)| {
+                    let whole = Sharding::of_dims(dims(labels));
+                    let pending = used.minus(whole.sharded());
+                    whole.with_partial(*monoid, pending)
+                })
+                .collect(),
+        }
+    }
+}
+
+/// The factor rule of `op`, given how many dims each operand and result has.
+///
+/// # Panics
+/// If the ranks are not those the op's type rule accepts; call it on verified graphs.
+pub fn rule(op: &Op, in_ranks: &[usize], out_ranks: &[usize]) -> Rule {
+    use Split::{Exact, Free, Whole};
+    let n = in_ranks.first().or(out_ranks.first()).copied().unwrap_or(0);
+    let first = |n: usize| ('a'..='z').take(n).collect::<String>();
+    let x = first(n);
+    // Pointwise on the first operand's letters, every factor with the same split.
+    let pointwise = |split: Split| {
+        let ins: Vec<String> = in_ranks.iter().map(|_| x.clone()).collect();
+        let outs: Vec<String> = out_ranks.iter().map(|_| x.clone()).collect();
+        build(&ins, &outs, |_| split)
+    };
+    // Operand spellings out of a list of patterns.
+    let fixed = |ins: &[&str], outs: &[&str], split: &dyn Fn(Label) -> Split| {
+        build(&ins.iter().map(|s| s.to_string()).collect::<Vec<_>>(), &outs.iter().map(|s| s.to_string()).collect::<Vec<_>>(), split)
+    };
+    // Token positions cannot be padded, everything else of experts can.
+    let moe = |l: Label| if l == 'b' || l == 's' { Exact } else { Free };
+    match op {
+        Op::Einsum(spec) => fixed(&[&spec.left, &spec.right], &[&spec.out], &|_| Free),
+        Op::AddBias => {
+            let bias = x[n - in_ranks[1]..].to_string();
+            build(&[x.clone(), bias], &[x], |_| Free)
+        }
+        Op::SumLeading { keep } => {
+            let kept = x[n - *keep as usize..].to_string();
+            build(&[x], &[kept], |_| Free)
+        }
+        Op::Add => Rule { linear: Linear::Yes, ..pointwise(Free) },
+        Op::Sub | Op::Neg => pointwise(Free),
+        Op::Act(_) | Op::ActGrad(_) | Op::Gated(_) | Op::GatedGrad(_) => pointwise(Free),
+        Op::RmsNorm { .. } => norm(&x, &["x", "w"], &["x"]),
+        Op::RmsNormGradInput { .. } | Op::LayerNormGradInput { .. } => norm(&x, &["x", "w", "x"], &["x"]),
+        Op::RmsNormGradWeight { .. } => norm(&x, &["x", "x"], &["w"]),
+        Op::LayerNorm { .. } => norm(&x, &["x", "w", "w"], &["x"]),
+        Op::LayerNormGradWeight { .. } => norm(&x, &["x", "x"], &["w", "w"]),
+        Op::Rope(_) => {
+            let last = x.chars().last();
+            build(&[x.clone()], &[x.clone()], |l| {
+                if Some(l) == last {
+                    Whole
+                } else if l == 'b' {
+                    Exact
+                } else {
+                    Free
+                }
+            })
+        }
+        Op::Attention(_) => fixed(&["bsgrd", "btgd", "btge"], &["bsgre", "bsgr"], &attention_split),
+        Op::AttentionGrad(_) => fixed(&["bsgrd", "btgd", "btge", "bsgre", "bsgr", "bsgre"], &["bsgrd", "btgd", "btge"], &attention_split),
+        Op::Embed => fixed(&["vh", "bs"], &["bsh"], &|_| Free),
+        Op::EmbedGrad => fixed(&["bs", "bsh"], &["vh"], &|_| Free),
+        Op::AddPosition => fixed(&["bsh", "ph"], &["bsh"], &position_split),
+        Op::AddPositionGrad => fixed(&["bsh"], &["ph"], &position_split),
+        Op::CeStats => {
+            let tokens = x[..n - 1].to_string();
+            let mut rule = build(&[x, tokens.clone()], &[tokens.clone(), tokens.clone()], |l| if tokens.contains(l) { Exact } else { Free });
+            rule.outs[0].1 = Monoid::LogSumExp;
+            rule
+        }
+        Op::CeStatsGrad => {
+            let tokens = x[..n - 1].to_string();
+            let t = || tokens.clone();
+            build(&[x.clone(), t(), t(), t(), t()], &[x.clone()], |l| if tokens.contains(l) { Exact } else { Free })
+        }
+        Op::Mean => build(&[x], &[String::new()], |_| Exact),
+        Op::MeanGrad => build(&[], &[x], |_| Exact),
+        Op::TopKGate { .. } => fixed(&["bse"], &["bse"], &|l| if l == 'e' { Whole } else { Exact }),
+        Op::TopKGateGrad { .. } => fixed(&["bse", "bse", "bse"], &["bse"], &|l| if l == 'e' { Whole } else { Exact }),
+        Op::Dispatch | Op::CombineGradRows => fixed(&["bsh", "bse"], &["bseh"], &moe),
+        Op::Undispatch | Op::Combine => fixed(&["bseh", "bse"], &["bsh"], &moe),
+        Op::ExpertEinsum(spec) => fixed(&[&spec.left, &spec.right, "bse"], &[&spec.out], &moe),
+        Op::CombineGradGate => fixed(&["bsh", "bseh", "bse"], &["bse"], &moe),
+    }
+}
+
+/// Query and key sequences are different factors; a softmax needs all its keys.
+fn attention_split(label: Label) -> Split {
+    match label {
+        'g' | 'r' => Split::Free,
+        't' | 'd' | 'e' => Split::Whole,
+        _ => Split::Exact,
+    }
+}
+
+fn position_split(label: Label) -> Split {
+    match label {
+        'p' => Split::Whole,
+        's' => Split::Exact,
+        _ => Split::Free,
+    }
+}
+
+/// `x` stands for all letters, `w` for the last, which is normalised over and so must be whole.
+fn norm(x: &str, ins: &[&str], outs: &[&str]) -> Rule {
+    let last = x.chars().last();
+    let spell = |s: &&str| if *s == "x" { x.to_string() } else { last.into_iter().collect() };
+    build(&ins.iter().map(spell).collect::<Vec<_>>(), &outs.iter().map(spell).collect::<Vec<_>>(), |l| {
+        if Some(l) == last { Split::Whole } else { Split::Free }
+    })
+}
+
+fn build(ins: &[String], outs: &[String], split: impl Fn(Label) -> Split) -> Rule {
+    let mut factors: Vec<Factor> = Vec::new();
+    for label in ins.iter().chain(outs).flat_map(|s| s.chars()) {
+        if factors.iter().all(|f| f.label != label) {
+            factors.push(Factor { label, split: split(label) });
+        }
+    }
+    let letters = |s: &String| s.chars().collect::<Vec<_>>();
+    Rule { factors, ins: ins.iter().map(letters).collect(), outs: outs.iter().map(|s| (letters(s), Monoid::Sum)).collect(), linear: Linear::No }
+}

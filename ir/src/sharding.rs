@@ -1,0 +1,123 @@
+//! How one tensor is spread over a mesh.
+//!
+//! `Sharding { dims, partial }`: each dim names the axes that cut it into equal blocks (mesh order, major first); an axis is used at most once in a
+//! value; axes not named replicate. `partial` is a pending reduction: the value is the reduction of what the ranks along those axes hold, and it may
+//! not be read as if it were whole.
+//!
+//! Sizes that an axis does not divide are *padded*: the graph's dim keeps its logical size, [`Padded`] holds the size used on the machine. Padding is
+//! the same for every value that has the dim, so no reshard ever changes it. Padding elements are a fixed point of training (DESIGN: zero weights).
+
+use crate::entity::{DimId, Table};
+use crate::graph::{Layout, Type};
+use crate::mesh::{AxisSet, Mesh};
+
+/// The reduction a partial value is waiting for.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Monoid {
+    Sum,
+    Max,
+    /// log(exp a + exp b), of values that are already logarithms.
+    LogSumExp,
+}
+
+impl Monoid {
+    pub fn name(self) -> &'static str {
+        match self {
+            Monoid::Sum => "sum",
+            Monoid::Max => "max",
+            Monoid::LogSumExp => "lse",
+        }
+    }
+    pub fn from_name(name: &str) -> Option<Monoid> {
+        [Monoid::Sum, Monoid::Max, Monoid::LogSumExp].into_iter().find(|m| m.name() == name)
+    }
+}
+
+/// How a value is spread over the mesh.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct Sharding {
+    /// One entry per dim: the axes that shard it.
+    pub dims: Vec<AxisSet>,
+    /// Axes of the pending reduction; empty if the value is whole.
+    pub partial: AxisSet,
+    /// Meaningful only where `partial` is not empty; `Sum` otherwise, so equal shardings compare equal.
+    pub monoid: Monoid,
+}
+
+impl Sharding {
+    pub fn replicated(rank: usize) -> Sharding {
+        Sharding { dims: vec![AxisSet::EMPTY; rank], partial: AxisSet::EMPTY, monoid: Monoid::Sum }
+    }
+    pub fn of_dims(dims: Vec<AxisSet>) -> Sharding {
+        Sharding { dims, partial: AxisSet::EMPTY, monoid: Monoid::Sum }
+    }
+    pub fn with_partial(mut self, monoid: Monoid, axes: AxisSet) -> Sharding {
+        self.partial = axes;
+        self.monoid = if axes.is_empty() { Monoid::Sum } else { monoid };
+        self
+    }
+    /// The same placement with its pending reduction done.
+    pub fn whole(&self) -> Sharding {
+        Sharding::of_dims(self.dims.clone())
+    }
+    /// Every axis the value varies over, by block or by partial term.
+    pub fn used(&self) -> AxisSet {
+        self.dims.iter().fold(self.partial, |s, &d| s.union(d))
+    }
+    /// Axes that cut the value into blocks.
+    pub fn sharded(&self) -> AxisSet {
+        self.dims.iter().fold(AxisSet::EMPTY, |s, &d| s.union(d))
+    }
+    /// An axis may be used once: by one dim, or by the pending reduction.
+    pub fn is_valid(&self) -> bool {
+        let uses: usize = self.dims.iter().map(|d| d.len()).sum::<usize>() + self.partial.len();
+        uses == self.used().len()
+    }
+}
+
+/// The size each dim has on the machine: its logical size rounded up so that every sharding divides it.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Padded(pub Table<DimId, u64>);
+
+impl Padded {
+    pub fn size(&self, dim: DimId) -> u64 {
+        self.0[dim]
+    }
+}
+
+/// Shape and layout of one rank's part of a value.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct LocalType {
+    pub dtype: crate::dtype::DType,
+    pub dims: Vec<u64>,
+    pub layout: Layout,
+}
+
+impl LocalType {
+    /// Elements stored. A top-k value stores `tokens × min(k, experts)` rows, sorted by expert.
+    pub fn elems(&self) -> u64 {
+        match self.layout {
+            Layout::Dense => self.dims.iter().product(),
+            Layout::TopK { k } => self.rows(k) * self.dims[3..].iter().product::<u64>(),
+        }
+    }
+    pub fn bytes(&self) -> u64 {
+        self.elems() * self.dtype.size()
+    }
+    fn rows(&self, k: u64) -> u64 {
+        self.dims[0] * self.dims[1] * k.min(self.dims[2])
+    }
+}
+
+/// One rank's part of a value of type `ty`.
+///
+/// # Panics
+/// If the padded size of a dim is not divisible by the axes that shard it: `Padded` and shardings are made together.
+pub fn local_type(ty: &Type, sharding: &Sharding, padded: &Padded, mesh: &Mesh) -> LocalType {
+    let dims = ty.dims.iter().zip(&sharding.dims).map(|(&dim, &axes)| {
+        let (size, ways) = (padded.size(dim), mesh.size(axes));
+        assert!(size % ways == 0, "{dim} of size {size} is not divisible by {ways}");
+        size / ways
+    });
+    LocalType { dtype: ty.dtype, dims: dims.collect(), layout: ty.layout }
+}

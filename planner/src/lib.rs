@@ -1,0 +1,3 @@
+//! Which program to run: the same input always gives the same plan. No I/O, no clock, no threads.
+
+pub mod memory;

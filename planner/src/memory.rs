@@ -1,0 +1,163 @@
+//! The arena formula: what a stage's ranks allocate, as a sum over layers. The lowering lays buffers out by the same rules, so predicted and allocated bytes
+//! are equal; a test holds them together.
+//!
+//! ```text
+//! arena = scalars + Σ_buckets state(zero) + in_flight · Σ_layers frame + boundary + max_layers workspace + 2 · max_layers ring(zero)
+//! ```
+//! - *state*: parameters, master copy (16-bit compute types only), gradients, moments; each whole or one of dp pieces, by ZeRO stage;
+//! - *frame* of a layer: its input and everything its backward pass reads (with full recompute: its input alone), one per micro-batch in flight;
+//! - *workspace*: all other values of one layer, forward and backward, side by side (and with full recompute, what is computed again), and scratch;
+//! - *ring*: two turns of gathered parameters (ZeRO 3) and of gradients before they are scattered (ZeRO 2 and 3), so that the next layer's gather
+//!   and the last layer's scatter overlap this layer's compute;
+//! - *boundary*: cotangents handed from layer to layer, and send and receive buffers between stages.
+//!
+//! Every single item is rounded up to [`align`].
+
+use dplan_ir::dtype::DType;
+use dplan_ir::mesh::AxisSet;
+use dplan_ir::optimizer::Optimizer;
+use dplan_ir::plan::Zero;
+use dplan_ir::program::{Role, align};
+
+/// Bucket pieces are a multiple of this many elements, so that each is aligned in every element type.
+pub const PIECE_ELEMS: u64 = 128;
+
+/// Parameters of one layer that are sharded over, and partial over, the same tensor-parallel axes.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct BucketSize {
+    /// Elements on one rank, padding of dims included.
+    pub elems: u64,
+    /// Tensor-parallel axes over which local gradients still have to be summed.
+    pub partial: AxisSet,
+    /// Belongs to a tied parameter, which another layer uses too: counted once in a stage.
+    pub tied: bool,
+}
+
+/// What one layer needs on one rank, whatever the degree of data parallelism.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct LayerBytes {
+    pub buckets: Vec<BucketSize>,
+    /// Per micro-batch in flight.
+    pub frame: u64,
+    pub workspace: u64,
+}
+
+/// Types and optimizer that all layers share.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct StateTypes {
+    pub compute: DType,
+    pub optimizer: Optimizer,
+}
+
+impl StateTypes {
+    pub fn dtype(&self, role: Role) -> DType {
+        match role {
+            Role::Param => self.compute,
+            Role::Master | Role::Grad | Role::Moment1 | Role::Moment2 => self.compute.accumulator(),
+        }
+    }
+    /// The flat buffers of every bucket.
+    pub fn roles(&self) -> Vec<Role> {
+        let mut roles = vec![Role::Param];
+        if self.compute != self.compute.accumulator() {
+            roles.push(Role::Master);
+        }
+        roles.extend([Role::Grad, Role::Moment1, Role::Moment2].into_iter().take(1 + self.optimizer.moments()));
+        roles
+    }
+    /// The buffer the optimizer updates.
+    pub fn master(&self) -> Role {
+        if self.compute == self.compute.accumulator() { Role::Param } else { Role::Master }
+    }
+}
+
+/// Whether a role is kept in pieces over data-parallel ranks at a ZeRO stage.
+pub fn in_pieces(role: Role, zero: Zero) -> bool {
+    match role {
+        Role::Master | Role::Moment1 | Role::Moment2 => zero.0 >= 1,
+        Role::Grad => zero.0 >= 2,
+        Role::Param => zero.0 >= 3,
+    }
+}
+
+/// Elements of a bucket, padded so that it cuts into `dp` equal aligned pieces.
+pub fn bucket_elems(elems: u64, dp: u64) -> u64 {
+    elems.next_multiple_of(dp * PIECE_ELEMS)
+}
+
+/// Persistent bytes of a bucket on one rank.
+pub fn state_bytes(elems: u64, dp: u64, zero: Zero, types: StateTypes) -> u64 {
+    let whole = bucket_elems(elems, dp);
+    types.roles().into_iter().map(|role| align(types.dtype(role).size() * if in_pieces(role, zero) { whole / dp } else { whole })).sum()
+}
+
+/// Bytes of one turn of the ring for a layer: whole parameters at ZeRO 3, whole gradients at ZeRO 2 and 3.
+pub fn ring_bytes(layer: &LayerBytes, dp: u64, zero: Zero, types: StateTypes) -> u64 {
+    let whole = |role| layer.buckets.iter().map(|b| align(bucket_elems(b.elems, dp) * types.dtype(role).size())).sum::<u64>();
+    [Role::Param, Role::Grad].into_iter().filter(|&r| in_pieces(r, zero)).map(whole).sum()
+}
+
+/// Buffers between layers and stages: two cotangents handed down layer by layer, and two turns of each message a stage sends or receives (what
+/// it receives forward goes straight into its first layer's frame).
+pub fn boundary_bytes(boundary: u64, stage: u64, stages: u64) -> u64 {
+    let (first, last) = (stage == 0, stage + 1 == stages);
+    let cotangents = 2;
+    let sent_forward = if last { 0 } else { 2 };
+    let received_backward = if last { 0 } else { 2 };
+    let sent_backward = if first { 0 } else { 2 };
+    (cotangents + sent_forward + received_backward + sent_backward) * align(boundary)
+}
+
+/// Loss, squared norm, clip factor.
+pub fn scalar_bytes() -> u64 {
+    3 * align(8)
+}
+
+/// The parts of one stage's arena, bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Arena {
+    pub scalars: u64,
+    pub states: u64,
+    pub frames: u64,
+    pub boundary: u64,
+    pub workspace: u64,
+    pub ring: u64,
+}
+
+impl Arena {
+    pub fn total(&self) -> u64 {
+        self.scalars + self.states + self.frames + self.boundary + self.workspace + self.ring
+    }
+}
+
+/// Where a stage stands and what crosses its borders.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct StagePosition {
+    pub stage: u64,
+    pub stages: u64,
+    pub in_flight: u64,
+    /// Largest layer boundary on one rank, bytes.
+    pub boundary: u64,
+}
+
+/// The arena of a stage that runs `layers`.
+pub fn arena(layers: &[(&LayerBytes, Zero)], dp: u64, types: StateTypes, at: StagePosition) -> Arena {
+    let mut tied_seen = false;
+    let mut states = 0;
+    for (layer, zero) in layers {
+        for bucket in &layer.buckets {
+            if !(bucket.tied && tied_seen) {
+                states += state_bytes(bucket.elems, dp, *zero, types);
+            }
+            tied_seen |= bucket.tied;
+        }
+    }
+    Arena {
+        scalars: scalar_bytes(),
+        states,
+        frames: at.in_flight * layers.iter().map(|(l, _)| l.frame).sum::<u64>(),
+        boundary: boundary_bytes(at.boundary, at.stage, at.stages),
+        workspace: layers.iter().map(|(l, _)| l.workspace).max().unwrap_or(0),
+        ring: 2 * layers.iter().map(|&(l, z)| ring_bytes(l, dp, z, types)).max().unwrap_or(0),
+    }
+}

@@ -12,6 +12,7 @@ pub mod build;
 pub mod cost;
 pub mod dtype;
 pub mod entity;
+pub mod extent;
 pub mod graph;
 pub mod infer;
 pub mod mesh;

@@ -112,6 +112,7 @@ pub enum Op {
     /// (x[b,s,…,d]) → x rotated by its position in dim 1.
     Rope(Rope),
     /// (q[b,s,g,r,d], k[b,t,g,d], v[b,t,g,e]) → (o[b,s,g,r,e], lse[b,s,g,r]). `g` are key/value heads, `r` query heads of each.
+    /// Padding heads (`g` or `r` at or beyond its logical size) give o = 0 and lse = 0: a softmax of zero scores would not be zero.
     Attention(Attention),
     /// (q, k, v, o, lse, do) → (dq, dk, dv).
     AttentionGrad(Attention),

@@ -1,0 +1,100 @@
+//! Where a rank's blocks lie inside an op's dims.
+//!
+//! Most ops compute the same whichever block they are given. A few do not: rotary embedding and causal masks depend on the position of a token, lookups
+//! on which rows of the table a rank holds, the softmax of the loss on which columns are padding. What they need is the same everywhere: for each factor
+//! (letter of the op's rule) the [`Extent`] of this rank's block. Interpreters, CPU and CUDA kernels all get it from here.
+//!
+//! With a dim of padded size `P` cut by axes of `n` ranks, the rank at position `i` along them holds `[i·P/n, (i+1)·P/n)`; elements from the dim's logical size on
+//! are padding.
+
+use crate::entity::ValueId;
+use crate::graph::{Graph, Node};
+use crate::mesh::Mesh;
+use crate::rule::{Label, Rule, rule};
+use crate::sharding::{Padded, Sharding};
+
+/// One rank's block of a dim.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Extent {
+    /// First element of the block in the padded dim.
+    pub start: u64,
+    /// Elements in the block.
+    pub len: u64,
+    /// Size of the dim without padding.
+    pub logical: u64,
+}
+
+impl Extent {
+    /// The whole of a dim that has no padding.
+    pub fn whole(size: u64) -> Extent {
+        Extent { start: 0, len: size, logical: size }
+    }
+    /// Elements of the block that are not padding; they come first.
+    pub fn valid(&self) -> u64 {
+        self.logical.saturating_sub(self.start).min(self.len)
+    }
+    /// Where in the block the element `global` of the dim is, if the block has it.
+    pub fn local(&self, global: u64) -> Option<u64> {
+        global.checked_sub(self.start).filter(|&at| at < self.len)
+    }
+}
+
+/// What an op needs to know besides its operands.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct OpContext {
+    /// The extent of each factor, in the order of the rule's factors.
+    pub extents: Vec<(Label, Extent)>,
+    /// [`crate::op::StepScalar::InvTokens`].
+    pub inv_tokens: f64,
+}
+
+impl OpContext {
+    /// The extent of a factor; empty for a letter that the op does not have.
+    pub fn extent(&self, label: Label) -> Extent {
+        self.extents.iter().find(|(l, _)| *l == label).map_or(Extent::whole(0), |&(_, e)| e)
+    }
+}
+
+/// A rank, and the mesh and padding it lives with.
+#[derive(Clone, Copy, Debug)]
+pub struct Seat<'a> {
+    pub mesh: &'a Mesh,
+    pub padded: &'a Padded,
+    pub local_rank: u64,
+}
+
+/// The context of `node` on one rank, whose operands and results have these shardings.
+///
+/// # Panics
+/// If the number of shardings or of their dims is not that of the node's operands and results.
+pub fn context(graph: &Graph, node: &Node, ins: &[&Sharding], outs: &[&Sharding], seat: Seat<'_>, inv_tokens: f64) -> OpContext {
+    let rule = node_rule(graph, node);
+    let sides = rule.ins.iter().zip(&node.inputs).zip(ins).chain(rule.outs.iter().map(|(l, _)| l).zip(&node.outputs).zip(outs));
+    // Operands agree on the axes of a factor: the first that has it speaks for all.
+    let mut extents: Vec<(Label, Extent)> = Vec::new();
+    for ((labels, &value), sharding) in sides {
+        for (at, (&label, &dim)) in labels.iter().zip(&graph.values[value].ty.dims).enumerate() {
+            if extents.iter().all(|(l, _)| *l != label) {
+                let axes = sharding.dims[at];
+                let len = seat.padded.size(dim) / seat.mesh.size(axes);
+                extents.push((label, Extent { start: seat.mesh.position(seat.local_rank, axes) * len, len, logical: graph.size(dim) }));
+            }
+        }
+    }
+    OpContext { extents, inv_tokens }
+}
+
+/// The context of `node` on one device that holds everything.
+pub fn whole_context(graph: &Graph, node: &Node, inv_tokens: f64) -> OpContext {
+    let padded = Padded(graph.dims.map(|_, d| d.size));
+    let replicated = |ids: &[ValueId]| ids.iter().map(|&v| Sharding::replicated(graph.values[v].ty.dims.len())).collect::<Vec<_>>();
+    let (ins, outs) = (replicated(&node.inputs), replicated(&node.outputs));
+    let seat = Seat { mesh: &Mesh::default(), padded: &padded, local_rank: 0 };
+    context(graph, node, &ins.iter().collect::<Vec<_>>(), &outs.iter().collect::<Vec<_>>(), seat, inv_tokens)
+}
+
+/// The factor rule of a node.
+pub fn node_rule(graph: &Graph, node: &Node) -> Rule {
+    let ranks = |ids: &[ValueId]| ids.iter().map(|&v| graph.values[v].ty.dims.len()).collect::<Vec<_>>();
+    rule(&node.op, &ranks(&node.inputs), &ranks(&node.outputs))
+}

@@ -63,6 +63,15 @@ pub struct StageProgram {
     pub events: u32,
 }
 
+impl StageProgram {
+    /// Where a role of a bucket lives between steps: the first of its flat buffers, in table order. Other flat buffers of that role hold it for a while
+    /// within a step (gathered copies, turns of a ring) or are pieces of the home, in place.
+    pub fn home(&self, bucket: BucketId, role: Role) -> Option<BufferId> {
+        let of = |content: &Content| matches!(*content, Content::Flat { bucket: b, role: r, .. } if (b, r) == (bucket, role));
+        self.buffers.iter().find(|(_, buffer)| of(&buffer.content)).map(|(id, _)| id)
+    }
+}
+
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Region {
     pub name: String,

@@ -1,0 +1,275 @@
+//! The cluster, as data: equal devices in equal nodes.
+//!
+//! Ranks are laid out node by node: node `i` has ranks `i·per_node .. (i+1)·per_node`. Inside a node devices talk over *intra* links, between nodes over
+//! *inter* links. A link is α–β: a latency per message and a bandwidth per device and direction. Every figure has its unit in its type and its source
+//! beside it; what is not from a data sheet says "allowance" and is meant to be replaced by a measured profile.
+
+use crate::units::{Bytes, Millionths, Nanos, PerSecond};
+use dplan_ir::dtype::DType;
+
+/// Peak arithmetic of one device by element type, FLOP/s (a multiply-add is two).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Peak {
+    pub f64: PerSecond,
+    pub f32: PerSecond,
+    pub bf16: PerSecond,
+    pub f16: PerSecond,
+}
+
+impl Peak {
+    pub fn of(&self, dtype: DType) -> PerSecond {
+        match dtype {
+            DType::F64 => self.f64,
+            DType::F32 | DType::I32 => self.f32,
+            DType::Bf16 => self.bf16,
+            DType::F16 => self.f16,
+        }
+    }
+}
+
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct DeviceSpec {
+    pub name: String,
+    /// Dense peak of the matrix units.
+    pub peak: Peak,
+    /// Part of the peak that a large matrix product reaches.
+    pub matrix_efficiency: Millionths,
+    /// A product of `m×n×k` takes as long as one of `(m+g)(n+g)(k+g)` at full rate: partial tiles, pipeline fill, launch tails.
+    pub matrix_grain: u64,
+    /// Memory traffic, bytes/s.
+    pub bandwidth: PerSecond,
+    /// Part of it that streaming kernels reach.
+    pub bandwidth_efficiency: Millionths,
+    /// What an arena and the context share.
+    pub memory: Bytes,
+    /// From one kernel to the next on one stream.
+    pub launch: Nanos,
+    /// Taken by the driver and the communication library before the first tensor.
+    pub context: Bytes,
+}
+
+/// α and β of one tier.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Link {
+    /// One message between two devices, software included.
+    pub latency: Nanos,
+    /// Bytes/s of one device, one direction, as a collective achieves it.
+    pub bandwidth: PerSecond,
+}
+
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Machine {
+    pub device: DeviceSpec,
+    pub per_node: u64,
+    pub nodes: u64,
+    pub intra: Link,
+    pub inter: Link,
+}
+
+/// What is wrong with a cluster's description.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum MachineError {
+    #[error("unknown device `{given}`; did you mean `{nearest}`? Known: {}", known.join(", "))]
+    UnknownDevice { given: String, nearest: String, known: Vec<String> },
+    #[error("cluster `{given}`: expected DEVICE:PER_NODExNODES, like `h100:8x16` or `cpu:4`; {why}")]
+    Syntax { given: String, why: String },
+    #[error("cluster `{given}` has no devices: {what} is 0, expected at least 1")]
+    Empty { given: String, what: &'static str },
+}
+
+/// Ranks of `local` and `cpu` where no number is given.
+pub const LOCAL_RANKS: u64 = 4;
+
+/// More devices than this are a typing error.
+const MOST_DEVICES: u64 = 1 << 20;
+
+impl Machine {
+    pub fn devices(&self) -> u64 {
+        self.per_node * self.nodes
+    }
+
+    /// Reads `DEVICE:PER_NODExNODES`, `DEVICE:PER_NODE` (one node), or `DEVICE` (one node of the usual size).
+    ///
+    /// # Errors
+    /// An unknown device, a count that is not a positive number, or anything behind the counts.
+    pub fn parse(text: &str) -> Result<Machine, MachineError> {
+        let syntax = |why: String| MachineError::Syntax { given: text.into(), why };
+        let (name, counts) = match text.split_once(':') {
+            Some((name, counts)) => (name, Some(counts)),
+            None => (text, None),
+        };
+        let mut machine = builtin(name).ok_or_else(|| {
+            let known: Vec<String> = known_devices().map(String::from).collect();
+            let nearest = nearest(name, known.iter().map(String::as_str)).unwrap_or_default().to_string();
+            MachineError::UnknownDevice { given: name.into(), nearest, known }
+        })?;
+        if let Some(counts) = counts {
+            let (per_node, nodes) = counts.split_once('x').unwrap_or((counts, "1"));
+            let count = |digits: &str, what: &'static str| match digits.parse::<u64>() {
+                Ok(0) => Err(MachineError::Empty { given: text.into(), what }),
+                Ok(n) if n > MOST_DEVICES => Err(syntax(format!("{what} is {n}, expected at most {MOST_DEVICES}"))),
+                Ok(n) => Ok(n),
+                Err(_) => Err(syntax(format!("{what} is `{digits}`, expected a whole number"))),
+            };
+            (machine.per_node, machine.nodes) = (count(per_node, "devices per node")?, count(nodes, "number of nodes")?);
+            if machine.devices() > MOST_DEVICES {
+                return Err(syntax(format!("that is {} devices, expected at most {MOST_DEVICES}", machine.devices())));
+            }
+        }
+        Ok(machine)
+    }
+}
+
+/// Names that [`builtin`] knows, in the order of the tables.
+pub fn known_devices() -> impl Iterator<Item = &'static str> {
+    GPUS.iter().map(|g| g.name).chain(["cpu", "local"])
+}
+
+/// A node of a built-in device.
+pub fn builtin(name: &str) -> Option<Machine> {
+    match name {
+        "cpu" | "local" => Some(cpu(LOCAL_RANKS)),
+        _ => GPUS.iter().find(|g| g.name == name).map(Gpu::machine),
+    }
+}
+
+/// `ranks` threads of one machine. Allowances, set low: ranks share cores, caches and memory controllers, and may well be more than the cores.
+/// A small core does 16 to 32 f32 multiply-adds a cycle in a tuned product; half a core at 2.5 GHz is taken. Collectives are copies through shared
+/// memory between barriers.
+pub fn cpu(ranks: u64) -> Machine {
+    let peak = Peak { f64: PerSecond::giga(16), f32: PerSecond::giga(32), bf16: PerSecond::giga(8), f16: PerSecond::giga(8) };
+    let copy = Link { latency: Nanos(10_000), bandwidth: PerSecond::giga(2) };
+    let device = DeviceSpec {
+        name: "cpu".into(),
+        peak,
+        matrix_efficiency: Millionths::percent(70),
+        // Packing and loop tails of a blocked product.
+        matrix_grain: 8,
+        bandwidth: PerSecond::giga(5),
+        bandwidth_efficiency: Millionths::percent(80),
+        memory: Bytes(4 << 30),
+        // A call through the instruction loop.
+        launch: Nanos(500),
+        // A rank is a thread: nothing but its arena counts.
+        context: Bytes::ZERO,
+    };
+    Machine { device, per_node: ranks, nodes: 1, intra: copy, inter: copy }
+}
+
+/// The name in `known` with the fewest edits to `given`.
+pub fn nearest<'a>(given: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    known.into_iter().min_by_key(|k| edits(&given.to_lowercase(), k))
+}
+
+/// Levenshtein distance.
+fn edits(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, &y) in b.iter().enumerate() {
+            let change = diagonal + usize::from(x != y);
+            diagonal = row[j + 1];
+            row[j + 1] = change.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}
+
+/// One row of the data-sheet table.
+struct Gpu {
+    name: &'static str,
+    /// Dense GFLOP/s: f64, f32 (no TF32), bf16, f16.
+    gflops: [u64; 4],
+    /// HBM, GB/s.
+    bandwidth: u64,
+    /// What the driver reports as total, MiB.
+    memory: u64,
+    /// Links inside a node, GB/s per device and direction, of the data sheet.
+    intra: u64,
+    /// Network, MB/s per device and direction, of the usual server.
+    inter: u64,
+    /// Devices of the usual node.
+    per_node: u64,
+}
+
+/// Data sheets: V100 (NVIDIA WP-08608), A100 (DA-06762; A800 is A100 with 400 GB/s of NVLink), H100 and H800 (DS-10313; H800: 400 GB/s of NVLink, 1 TFLOP/s of f64),
+/// H200 (DS-11129), GH200 (DS-10869, 96 GB), HGX B200 and GB200 NVL72 (DS-11561), MI300X (AMD 2207109). bf16 on V100 runs on the f32 units.
+/// Total memory: `nvidia-smi` / `rocm-smi`. Networks: DGX-1 4×100 Gb/s for 8; DGX A100 200 Gb/s, DGX H100 and later 400 Gb/s for each device.
+#[rustfmt::skip]
+const GPUS: [Gpu; 12] = [
+    Gpu { name: "v100-16g",  gflops: [7_800, 15_700, 15_700, 125_000],          bandwidth: 900,  memory: 16_160,  intra: 150, inter: 6_250,  per_node: 8 },
+    Gpu { name: "v100-32g",  gflops: [7_800, 15_700, 15_700, 125_000],          bandwidth: 900,  memory: 32_510,  intra: 150, inter: 6_250,  per_node: 8 },
+    Gpu { name: "a100-40g",  gflops: [9_700, 19_500, 312_000, 312_000],         bandwidth: 1555, memory: 40_536,  intra: 300, inter: 25_000, per_node: 8 },
+    Gpu { name: "a100-80g",  gflops: [9_700, 19_500, 312_000, 312_000],         bandwidth: 2039, memory: 81_251,  intra: 300, inter: 25_000, per_node: 8 },
+    Gpu { name: "a800",      gflops: [9_700, 19_500, 312_000, 312_000],         bandwidth: 2039, memory: 81_251,  intra: 200, inter: 25_000, per_node: 8 },
+    Gpu { name: "h100",      gflops: [34_000, 67_000, 989_400, 989_400],        bandwidth: 3350, memory: 81_559,  intra: 450, inter: 50_000, per_node: 8 },
+    Gpu { name: "h800",      gflops: [1_000, 67_000, 989_400, 989_400],         bandwidth: 3350, memory: 81_559,  intra: 200, inter: 50_000, per_node: 8 },
+    Gpu { name: "h200",      gflops: [34_000, 67_000, 989_400, 989_400],        bandwidth: 4800, memory: 143_771, intra: 450, inter: 50_000, per_node: 8 },
+    Gpu { name: "gh200",     gflops: [34_000, 67_000, 989_400, 989_400],        bandwidth: 4000, memory: 97_871,  intra: 450, inter: 50_000, per_node: 4 },
+    Gpu { name: "b200",      gflops: [37_000, 75_000, 2_250_000, 2_250_000],    bandwidth: 7700, memory: 183_359, intra: 900, inter: 50_000, per_node: 8 },
+    Gpu { name: "gb200",     gflops: [40_000, 80_000, 2_500_000, 2_500_000],    bandwidth: 8000, memory: 189_471, intra: 900, inter: 50_000, per_node: 72 },
+    Gpu { name: "mi300x",    gflops: [81_700, 163_400, 1_307_400, 1_307_400],   bandwidth: 5300, memory: 196_592, intra: 448, inter: 50_000, per_node: 8 },
+];
+
+impl Gpu {
+    fn machine(&self) -> Machine {
+        let [f64, f32, bf16, f16] = self.gflops.map(PerSecond::giga);
+        let device = DeviceSpec {
+            name: self.name.into(),
+            peak: Peak { f64, f32, bf16, f16 },
+            // Allowance: large square bf16 products of cuBLAS reach 70 to 85 % of the data sheet, power-limited on the later parts.
+            matrix_efficiency: Millionths::percent(75),
+            // Allowance: half a 128-wide tile on each side.
+            matrix_grain: 64,
+            bandwidth: PerSecond::giga(self.bandwidth),
+            // Allowance: STREAM-like kernels reach 80 to 92 % of the data sheet.
+            bandwidth_efficiency: Millionths::percent(80),
+            memory: Bytes(self.memory << 20),
+            // Allowance: kernel to kernel inside a CUDA graph.
+            launch: Nanos(2_500),
+            // Allowance: about 0.5 GiB of driver context and modules, as much again for channels of the communicators.
+            context: Bytes(1 << 30),
+        };
+        // Allowance: NCCL's ring reaches about 80 % of a link's data sheet; a hop costs 1 to 3 µs inside a node, 5 to 10 µs over InfiniBand.
+        let intra = Link { latency: Nanos(2_000), bandwidth: Millionths::percent(80).of(PerSecond::giga(self.intra)) };
+        let inter = Link { latency: Nanos(7_000), bandwidth: Millionths::percent(80).of(PerSecond(self.inter * 1_000_000)) };
+        Machine { device, per_node: self.per_node, nodes: 1, intra, inter }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cluster_strings() {
+        let size = |text: &str| Machine::parse(text).map(|m| (m.device.name, m.per_node, m.nodes));
+        assert_eq!(size("h100:8x2048"), Ok(("h100".into(), 8, 2048)));
+        assert_eq!(size("cpu:4"), Ok(("cpu".into(), 4, 1)));
+        assert_eq!(size("local"), Ok(("cpu".into(), LOCAL_RANKS, 1)));
+        assert_eq!(size("a100-40g:1x1"), Ok(("a100-40g".into(), 1, 1)));
+        for device in known_devices() {
+            assert!(builtin(device).is_some_and(|m| m.device.memory > m.device.context), "{device}");
+        }
+    }
+
+    #[test]
+    fn bad_clusters_say_what_would_be_right() {
+        let error = |text: &str| Machine::parse(text).map(|_| ()).unwrap_err().to_string();
+        for (text, says) in [
+            ("cpu:0", "devices per node is 0"),
+            ("h100:8x0", "number of nodes is 0"),
+            ("h10:8x1", "did you mean `h100`? Known: v100-16g"),
+            ("A100-80G:8", "did you mean `a100-80g`"),
+            ("cpu:-3", "`-3`, expected a whole number"),
+            ("cpu:4x", "``, expected a whole number"),
+            ("cpu:4x2x2", "`2x2`"),
+            ("cpu:99999999999", "expected at most"),
+            ("", "did you mean"),
+        ] {
+            assert!(error(text).contains(says), "{text}: {}", error(text));
+        }
+    }
+}

@@ -1,0 +1,121 @@
+//! From files to graphs: a Hugging Face `config.json` or dplan's own graph JSON becomes a forward [`Graph`]; weights come from safetensors.
+//!
+//! Invariants: an imported graph passes the graph verifier; its parameter count is that of the model the file describes, each tied parameter
+//! once; every size in it is so small that the arithmetic of costs and memory cannot overflow ([`limits`]). Nothing here panics on any input.
+
+pub mod hf;
+pub mod json;
+pub mod limits;
+
+use std::path::Path;
+
+use dplan_ir::dtype::DType;
+use dplan_ir::graph::Graph;
+
+use json::Doc;
+
+/// What is wrong with an input file.
+#[derive(Debug, thiserror::Error)]
+pub enum ImportError {
+    #[error("{file}: cannot be read: {source}")]
+    Read { file: String, source: std::io::Error },
+    #[error("{file}:{line}:{column}: not valid JSON: {why}")]
+    Syntax { file: String, line: usize, column: usize, why: String },
+    #[error("{file}: `{path}` {found}; it should be {right}")]
+    Value { file: String, path: String, found: String, right: String },
+    #[error("{file}: {found}; supported are {}{}", supported.join(", "), match nearest {
+        Some(n) => format!("; the nearest is `{n}` (--as {n} reads the file as that family)"),
+        None => "; --as FAMILY reads the file as one of them".into(),
+    })]
+    Family { file: String, found: String, supported: Vec<String>, nearest: Option<String> },
+    #[error("{file}: a sequence of {seq} tokens does not fit the model's {positions} positions; choose --seq from 1 to {positions}")]
+    Sequence { file: String, seq: u64, positions: u64 },
+    #[error("{file}: {what} is too large: {why}")]
+    TooLarge { file: String, what: String, why: String },
+    #[error("{file}: {why}")]
+    Graph { file: String, why: String },
+}
+
+/// Choices that the model file leaves open.
+#[derive(Clone, PartialEq, Debug)]
+pub struct ImportOptions {
+    /// Tokens of one sequence; the model's own length (capped) if absent.
+    pub seq: Option<u64>,
+    /// Type of parameters and activations.
+    pub compute: DType,
+    /// Reads a Hugging Face config as this family, whatever its `model_type`.
+    pub family: Option<String>,
+}
+
+impl Default for ImportOptions {
+    fn default() -> ImportOptions {
+        ImportOptions { seq: None, compute: DType::F32, family: None }
+    }
+}
+
+/// An imported model.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Model {
+    /// The forward pass; its batch dim has size 1 until [`Graph::set_batch`].
+    pub graph: Graph,
+    pub name: String,
+    /// The Hugging Face family, or `graph` for our own JSON.
+    pub family: String,
+    /// The longest sequence the model can take, if it has such a bound.
+    pub max_positions: Option<u64>,
+    /// The element type the file says the weights are in.
+    pub default_dtype: DType,
+    /// What the importer chose or left out, in sentences for the user.
+    pub notes: Vec<String>,
+}
+
+/// Imports a model file, or the `config.json` of a model directory.
+///
+/// # Errors
+/// What is wrong with the file, and where.
+pub fn model(path: &Path, options: &ImportOptions) -> Result<Model, ImportError> {
+    let config = path.join("config.json");
+    let path = if path.is_dir() { config.as_path() } else { path };
+    from_doc(&Doc::read(path)?, &name_of(path), options)
+}
+
+/// Imports the content of a model file; `file` is what messages and the model are called.
+///
+/// # Errors
+/// What is wrong with the content, and where.
+pub fn model_from_bytes(file: &str, bytes: &[u8], options: &ImportOptions) -> Result<Model, ImportError> {
+    from_doc(&Doc::parse(file, bytes)?, &name_of(Path::new(file)), options)
+}
+
+/// The candidate that is fewest edits away from `word`, if it is near at all.
+pub fn nearest<'a>(word: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let word: String = word.chars().take(64).collect::<String>().to_lowercase();
+    candidates.into_iter().map(|c| (edits(&word, c), c)).filter(|(d, _)| *d <= (word.len() / 2).max(2)).min().map(|(_, c)| c)
+}
+
+fn from_doc(doc: &Doc, name: &str, options: &ImportOptions) -> Result<Model, ImportError> {
+    hf::model(&doc.root(), name, options)
+}
+
+/// `gpt2.json` is `gpt2`; `llama-1m/config.json` is `llama-1m`.
+fn name_of(path: &Path) -> String {
+    let text = |s: Option<&std::ffi::OsStr>| s.map(|s| s.to_string_lossy().into_owned()).filter(|s| !s.is_empty());
+    let stem = text(path.file_stem()).filter(|s| s != "config");
+    stem.or_else(|| text(path.parent().and_then(Path::file_name))).unwrap_or_else(|| "model".into())
+}
+
+/// Levenshtein distance.
+fn edits(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, ca) in a.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, &cb) in b.iter().enumerate() {
+            let substitute = diagonal + usize::from(ca != cb);
+            diagonal = row[j + 1];
+            row[j + 1] = substitute.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}

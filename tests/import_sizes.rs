@@ -1,0 +1,74 @@
+//! Imported graphs have exactly the parameters of the models they are read from.
+
+mod common;
+
+use dplan::import::{self, ImportOptions, Model};
+
+const SIX_FAMILIES: [&str; 9] = [
+    "gpt2",
+    "gpt3-175b",
+    "llama-3.1-8b",
+    "llama-3.1-70b",
+    "llama-3.1-405b",
+    "mistral-7b-instruct-v0.3",
+    "qwen2.5-7b-instruct",
+    "qwen3-0.6b",
+    "mixtral-8x7b",
+];
+
+#[test]
+fn parameter_counts_are_those_of_the_reference() {
+    let Some(shared) = common::shared() else { return };
+    let models = shared.join("models");
+    let counts: serde_json::Value = serde_json::from_slice(&std::fs::read(models.join("PARAMETERS.json")).unwrap()).unwrap();
+    for name in SIX_FAMILIES.into_iter().chain(["qwen3-8b"]) {
+        let model = import(&models.join(format!("{name}.json")));
+        assert_eq!(Some(model.graph.param_count()), counts[name].as_u64(), "{name}");
+        assert_eq!(model.name, name);
+        check_shape(&model);
+    }
+}
+
+#[test]
+fn oracle_models_have_the_parameters_of_their_files() {
+    let Some(shared) = common::shared() else { return };
+    for name in ["gpt2", "llama", "llama-tied", "mixtral"] {
+        let dir = shared.join("oracle").join(name);
+        let expected: serde_json::Value = serde_json::from_slice(&std::fs::read(dir.join("expected.json")).unwrap()).unwrap();
+        let model = import(&dir);
+        assert_eq!(Some(model.graph.param_count()), expected["params"].as_u64(), "{name}");
+        check_shape(&model);
+    }
+}
+
+/// Layers ascend, exactly one value crosses from each to the next, names are unique, pieces cover their parameters.
+fn check_shape(model: &Model) {
+    let graph = &model.graph;
+    let layers: Vec<u32> = graph.nodes.values().map(|n| n.layer).collect();
+    assert!(layers.is_sorted() && layers[0] == 0);
+    let boundaries = graph.boundaries();
+    assert_eq!(boundaries.len() as u32 + 1, graph.layer_count());
+    for node in graph.nodes.values() {
+        for &v in node.inputs.iter().filter(|&&v| graph.producer(v).is_some_and(|p| graph.nodes[p].layer < node.layer)) {
+            assert_eq!(v, boundaries[node.layer as usize - 1], "{} crosses into layer {}", graph.values[v].name, node.layer);
+        }
+    }
+    let mut names: Vec<&str> = graph.values.values().map(|v| v.name.as_str()).collect();
+    names.sort_unstable();
+    assert!(names.windows(2).all(|w| w[0] != w[1]));
+    for param in graph.params.values() {
+        let held: u64 = param
+            .pieces
+            .iter()
+            .map(|p| p.narrow.map_or(1, |n| n.len) * p.view.iter().product::<u64>() / p.narrow.map_or(1, |n| p.view[n.dim as usize]))
+            .sum();
+        assert_eq!(held, graph.shape(param.value).iter().product::<u64>());
+        for piece in &param.pieces {
+            assert_eq!(piece.shape.iter().product::<u64>(), piece.view.iter().product::<u64>());
+        }
+    }
+}
+
+fn import(path: &std::path::Path) -> Model {
+    import::model(path, &ImportOptions::default()).unwrap_or_else(|e| panic!("{e}"))
+}

@@ -46,6 +46,13 @@ pub struct Mask {
     pub window: Option<u64>,
 }
 
+impl Mask {
+    /// Whether the query at position `query` sees the key at position `key`.
+    pub fn sees(&self, query: u64, key: u64) -> bool {
+        (!self.causal || key <= query) && self.window.is_none_or(|w| key <= query && query < key + w)
+    }
+}
+
 /// Scaled dot-product attention.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Attention {

@@ -126,13 +126,12 @@ pub fn rule(op: &Op, in_ranks: &[usize], out_ranks: &[usize]) -> Rule {
     let fixed = |ins: &[&str], outs: &[&str], split: &dyn Fn(Label) -> Split| {
         build(&ins.iter().map(|s| s.to_string()).collect::<Vec<_>>(), &outs.iter().map(|s| s.to_string()).collect::<Vec<_>>(), split)
     };
-    // Token positions cannot be padded, everything else of experts can.
-    let moe = |l: Label| if l == 'b' || l == 's' { Exact } else { Free };
     match op {
         Op::Einsum(spec) => fixed(&[&spec.left, &spec.right], &[&spec.out], &|_| Free),
         Op::AddBias => {
+            // Where only x has a padded dim, the sum would put the bias into its padding.
             let bias = x[n - in_ranks[1]..].to_string();
-            build(&[x.clone(), bias], &[x], |_| Free)
+            build(&[x.clone(), bias.clone()], &[x], |l| if bias.contains(l) { Free } else { Exact })
         }
         Op::SumLeading { keep } => {
             let kept = x[n - *keep as usize..].to_string();
@@ -141,11 +140,13 @@ pub fn rule(op: &Op, in_ranks: &[usize], out_ranks: &[usize]) -> Rule {
         Op::Add => Rule { linear: Linear::Yes, ..pointwise(Free) },
         Op::Sub | Op::Neg => pointwise(Free),
         Op::Act(_) | Op::ActGrad(_) | Op::Gated(_) | Op::GatedGrad(_) => pointwise(Free),
-        Op::RmsNorm { .. } => norm(&x, &["x", "w"], &["x"]),
-        Op::RmsNormGradInput { .. } | Op::LayerNormGradInput { .. } => norm(&x, &["x", "w", "x"], &["x"]),
-        Op::RmsNormGradWeight { .. } => norm(&x, &["x", "x"], &["w"]),
-        Op::LayerNorm { .. } => norm(&x, &["x", "w", "w"], &["x"]),
-        Op::LayerNormGradWeight { .. } => norm(&x, &["x", "x"], &["w", "w"]),
+        Op::RmsNorm { .. } => norm(&x, &["x", "w"], &["x"], Free),
+        Op::RmsNormGradInput { .. } => norm(&x, &["x", "w", "x"], &["x"], Free),
+        Op::RmsNormGradWeight { .. } => norm(&x, &["x", "x"], &["w"], Free),
+        // The bias of a layer norm would fill the padding of other dims, as in `AddBias`.
+        Op::LayerNorm { .. } => norm(&x, &["x", "w", "w"], &["x"], Exact),
+        Op::LayerNormGradInput { .. } => norm(&x, &["x", "w", "x"], &["x"], Exact),
+        Op::LayerNormGradWeight { .. } => norm(&x, &["x", "x"], &["w", "w"], Exact),
         Op::Rope(_) => {
             let last = x.chars().last();
             build(&[x.clone()], &[x.clone()], |l| {
@@ -160,8 +161,8 @@ pub fn rule(op: &Op, in_ranks: &[usize], out_ranks: &[usize]) -> Rule {
         }
         Op::Attention(_) => fixed(&["bsgrd", "btgd", "btge"], &["bsgre", "bsgr"], &attention_split),
         Op::AttentionGrad(_) => fixed(&["bsgrd", "btgd", "btge", "bsgre", "bsgr", "bsgre"], &["bsgrd", "btgd", "btge"], &attention_split),
-        Op::Embed => fixed(&["vh", "bs"], &["bsh"], &|_| Free),
-        Op::EmbedGrad => fixed(&["bs", "bsh"], &["vh"], &|_| Free),
+        Op::Embed => fixed(&["vh", "bs"], &["bsh"], &tokens_exact),
+        Op::EmbedGrad => fixed(&["bs", "bsh"], &["vh"], &tokens_exact),
         Op::AddPosition => fixed(&["bsh", "ph"], &["bsh"], &position_split),
         Op::AddPositionGrad => fixed(&["bsh"], &["ph"], &position_split),
         Op::CeStats => {
@@ -179,10 +180,10 @@ pub fn rule(op: &Op, in_ranks: &[usize], out_ranks: &[usize]) -> Rule {
         Op::MeanGrad => build(&[], &[x], |_| Exact),
         Op::TopKGate { .. } => fixed(&["bse"], &["bse"], &|l| if l == 'e' { Whole } else { Exact }),
         Op::TopKGateGrad { .. } => fixed(&["bse", "bse", "bse"], &["bse"], &|l| if l == 'e' { Whole } else { Exact }),
-        Op::Dispatch | Op::CombineGradRows => fixed(&["bsh", "bse"], &["bseh"], &moe),
-        Op::Undispatch | Op::Combine => fixed(&["bseh", "bse"], &["bsh"], &moe),
-        Op::ExpertEinsum(spec) => fixed(&[&spec.left, &spec.right, "bse"], &[&spec.out], &moe),
-        Op::CombineGradGate => fixed(&["bsh", "bseh", "bse"], &["bse"], &moe),
+        Op::Dispatch | Op::CombineGradRows => fixed(&["bsh", "bse"], &["bseh"], &tokens_exact),
+        Op::Undispatch | Op::Combine => fixed(&["bseh", "bse"], &["bsh"], &tokens_exact),
+        Op::ExpertEinsum(spec) => fixed(&[&spec.left, &spec.right, "bse"], &[&spec.out], &tokens_exact),
+        Op::CombineGradGate => fixed(&["bsh", "bseh", "bse"], &["bse"], &tokens_exact),
     }
 }
 
@@ -195,20 +196,28 @@ fn attention_split(label: Label) -> Split {
     }
 }
 
+/// Token positions cannot be padded: padding would look up, or be routed by, whatever it holds.
+fn tokens_exact(label: Label) -> Split {
+    match label {
+        'b' | 's' => Split::Exact,
+        _ => Split::Free,
+    }
+}
+
 fn position_split(label: Label) -> Split {
     match label {
         'p' => Split::Whole,
-        's' => Split::Exact,
+        'b' | 's' => Split::Exact,
         _ => Split::Free,
     }
 }
 
 /// `x` stands for all letters, `w` for the last, which is normalised over and so must be whole.
-fn norm(x: &str, ins: &[&str], outs: &[&str]) -> Rule {
+fn norm(x: &str, ins: &[&str], outs: &[&str], others: Split) -> Rule {
     let last = x.chars().last();
     let spell = |s: &&str| if *s == "x" { x.to_string() } else { last.into_iter().collect() };
     build(&ins.iter().map(spell).collect::<Vec<_>>(), &outs.iter().map(spell).collect::<Vec<_>>(), |l| {
-        if Some(l) == last { Split::Whole } else { Split::Free }
+        if Some(l) == last { Split::Whole } else { others }
     })
 }
 

@@ -1,0 +1,124 @@
+//! A whole graph, and a whole training step, on one device.
+
+use crate::dtype::DType;
+use crate::entity::{ParamId, Table, ValueId};
+use crate::extent::whole_context;
+use crate::graph::{Def, Graph};
+use crate::interp::{Tensor, op};
+use crate::optimizer::{Optimizer, StepScalars, adamw, clip_scale, sgd};
+use crate::sharding::LocalType;
+
+/// Every value of one run of a graph.
+#[derive(Clone, PartialEq, Debug)]
+pub struct GraphRun {
+    pub values: Table<ValueId, Option<Tensor>>,
+}
+
+impl GraphRun {
+    /// Runs every node of the graph for one micro-batch.
+    ///
+    /// # Panics
+    /// If parameters or inputs are not of the shapes the graph says, or the graph does not verify.
+    pub fn new(graph: &Graph, params: &Table<ParamId, Tensor>, inputs: &[Tensor], inv_tokens: f64) -> GraphRun {
+        assert_eq!((graph.params.len(), graph.inputs.len()), (params.len(), inputs.len()), "parameters and inputs of `{}`", graph.name);
+        let mut run = GraphRun { values: Table::filled(graph.values.len(), None) };
+        for (id, value) in graph.values.iter() {
+            let given = match value.def {
+                Def::Param(p) => &params[p],
+                Def::Input => match graph.inputs.iter().position(|&v| v == id) {
+                    Some(at) => &inputs[at],
+                    None => continue,
+                },
+                Def::Node(..) => continue,
+            };
+            assert_eq!(given.dims, graph.shape(id), "shape of `{}`", value.name);
+            run.values[id] = Some(given.clone());
+        }
+        for node in graph.nodes.values() {
+            let ins: Vec<&Tensor> = node.inputs.iter().map(|&v| run.get(v)).collect();
+            let outs: Vec<LocalType> = node.outputs.iter().map(|&v| whole_type(graph, v)).collect();
+            let results = op::eval(&node.op, &whole_context(graph, node, inv_tokens), &ins, &outs);
+            for (&v, result) in node.outputs.iter().zip(results) {
+                run.values[v] = Some(result);
+            }
+        }
+        run
+    }
+
+    /// A value of the run.
+    ///
+    /// # Panics
+    /// If the graph does not define it.
+    pub fn get(&self, value: ValueId) -> &Tensor {
+        self.values[value].as_ref().expect("defined by an input, a parameter or an earlier node")
+    }
+    /// The gradient of a parameter: the sum of its contributions.
+    pub fn grad(&self, graph: &Graph, param: ParamId) -> Tensor {
+        let zero = Tensor::zeros(&whole_type(graph, graph.params[param].value));
+        graph.grads[param].iter().fold(zero, |sum, &v| sum.zip(self.get(v), |x, y| x + y))
+    }
+}
+
+/// What training changes.
+#[derive(Clone, PartialEq, Debug)]
+pub struct TrainState {
+    pub params: Table<ParamId, Tensor>,
+    /// As many per parameter as the optimizer has.
+    pub moments: Table<ParamId, Vec<Tensor>>,
+}
+
+impl TrainState {
+    pub fn new(params: Table<ParamId, Tensor>, optimizer: Optimizer) -> TrainState {
+        let moments = params.map(|_, p| vec![p.map(|_| 0.0); optimizer.moments()]);
+        TrainState { params, moments }
+    }
+}
+
+/// What a step reports.
+#[derive(Clone, PartialEq, Debug)]
+pub struct StepReport {
+    pub loss: f64,
+    /// Global gradient norm before clipping.
+    pub grad_norm: f64,
+    /// Gradients before clipping.
+    pub grads: Table<ParamId, Tensor>,
+}
+
+/// One training step of a differentiated graph: gradients summed over micro-batches, clipped by global norm, one update.
+///
+/// `micro_batches` holds the graph's inputs for each micro-batch.
+pub fn train_step(graph: &Graph, state: &mut TrainState, micro_batches: &[Vec<Tensor>], scalars: &StepScalars, optimizer: Optimizer) -> StepReport {
+    let mut loss = 0.0;
+    let mut grads: Table<ParamId, Tensor> = state.params.map(|_, p| p.map(|_| 0.0));
+    for inputs in micro_batches {
+        let run = GraphRun::new(graph, &state.params, inputs, scalars.inv_tokens);
+        loss += graph.loss.map_or(0.0, |v| run.get(v).data[0]);
+        for (p, sum) in grads.iter_mut() {
+            *sum = sum.zip(&run.grad(graph, p), |x, y| x + y);
+        }
+    }
+    let grad_norm = grads.values().flat_map(|g| &g.data).map(|x| x * x).sum::<f64>().sqrt();
+    let scale = clip_scale(grad_norm, scalars.hyper.clip);
+    for (p, grad) in grads.iter() {
+        update(&mut state.params[p], grad, scale, &mut state.moments[p], scalars, optimizer);
+    }
+    StepReport { loss, grad_norm, grads }
+}
+
+fn update(param: &mut Tensor, grad: &Tensor, scale: f64, moments: &mut [Tensor], scalars: &StepScalars, optimizer: Optimizer) {
+    for (i, p) in param.data.iter_mut().enumerate() {
+        let g = grad.data[i] * scale;
+        match optimizer {
+            Optimizer::AdamW => {
+                let (new, m, v) = adamw(*p, g, moments[0].data[i], moments[1].data[i], scalars);
+                (*p, moments[0].data[i], moments[1].data[i]) = (new, m, v);
+            }
+            Optimizer::Sgd => (*p, moments[0].data[i]) = sgd(*p, g, moments[0].data[i], scalars),
+        }
+    }
+}
+
+/// The type of a whole value on one device, in the interpreter's arithmetic.
+fn whole_type(graph: &Graph, value: ValueId) -> LocalType {
+    LocalType { dtype: DType::F64, dims: graph.shape(value), layout: graph.values[value].ty.layout }
+}

@@ -27,3 +27,5 @@ pub mod reshard;
 pub mod rule;
 pub mod sharded;
 pub mod sharding;
+pub mod text;
+pub mod verify;

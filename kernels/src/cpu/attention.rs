@@ -1,0 +1,222 @@
+//! Scaled dot-product attention, a block of query rows at a time.
+//!
+//! For each sequence and head, and each block of at most [`ATTENTION_ROWS`] queries, with the keys `[lo, hi)` that any of them sees:
+//! - forward: S = scale · Q Kᵀ; P = softmax of each row over what that row sees; O = P V; lse = log Σ exp S;
+//! - backward: P = exp(S − lse); dP = dO Vᵀ; dV += Pᵀ dO; dS = P ∘ (dP − rowsum(dO ∘ O)); dQ = scale · dS K; dK += scale · dSᵀ Q.
+//!
+//! Blocks are visited in order of sequence, key/value head, query head, first query, which fixes the order of the sums in dK and dV.
+//! Padding heads give zeros.
+
+use dplan_ir::cost::ATTENTION_ROWS;
+use dplan_ir::extent::OpContext;
+use dplan_ir::op::{Attention, Mask};
+use dplan_ir::program::Write;
+
+use super::Run;
+use super::block::{Block, BlockMut};
+use super::float::{Float, clear, dot, put, sum};
+use super::product::{Matrix, MatrixMut, multiply};
+
+#[derive(Debug)]
+pub struct AttentionKernel {
+    mask: Mask,
+    scale: f64,
+    batch: usize,
+    queries: usize,
+    keys: usize,
+    /// Key/value heads, and query heads of each; and how many of them are no padding.
+    groups: usize,
+    heads: usize,
+    valid_groups: usize,
+    valid_heads: usize,
+    /// Width of queries and keys, and of values.
+    width: usize,
+    value_width: usize,
+    first_query: usize,
+    first_key: usize,
+}
+
+/// A block of queries of one head, and the keys it sees.
+struct Tile {
+    batch: usize,
+    group: usize,
+    head: usize,
+    /// First query, and their number.
+    row: usize,
+    rows: usize,
+    /// First key, and their number.
+    key: usize,
+    keys: usize,
+}
+
+impl AttentionKernel {
+    /// `ins`: sizes of q, k and v.
+    pub fn new(op: &Attention, context: &OpContext, ins: &[Vec<usize>]) -> AttentionKernel {
+        let (q, k, v) = (&ins[0], &ins[1], &ins[2]);
+        let valid = |label: char| context.extent(label).valid() as usize;
+        AttentionKernel {
+            mask: op.mask,
+            scale: op.scale,
+            batch: q[0],
+            queries: q[1],
+            keys: k[1],
+            groups: q[2],
+            heads: q[3],
+            valid_groups: valid('g'),
+            valid_heads: valid('r'),
+            width: q[4],
+            value_width: v[3],
+            first_query: context.extent('s').start as usize,
+            first_key: context.extent('t').start as usize,
+        }
+    }
+
+    /// (q, k, v) → (o, lse).
+    pub fn forward<T: Float>(&self, ins: &[Block<'_>], outs: &mut [BlockMut<'_>], scratch: &mut [T], run: Run) {
+        let (q, k, v) = (T::of(ins[0]), T::of(ins[1]), T::of(ins[2]));
+        let [o, lse] = outs else { unreachable!("two results by the type rule") };
+        let (o, lse) = (T::of_mut(o), T::of_mut(lse));
+        clear(o, run.write);
+        clear(lse, run.write);
+        self.tiles(|tile| {
+            let scores = &mut scratch[..tile.rows * tile.keys];
+            self.scores(&tile, q, k, scores, run);
+            for i in 0..tile.rows {
+                let row = &mut scores[i * tile.keys..(i + 1) * tile.keys];
+                let log_sum = self.softmax(&tile, i, row);
+                put(&mut lse[self.query(&tile, i)], T::from_f64(log_sum), Write::Add);
+            }
+            let shape = [tile.rows, self.value_width, tile.keys];
+            let probabilities = Matrix { data: &*scores, row: tile.keys, col: 1 };
+            let out = MatrixMut { data: &mut o[self.query(&tile, 0) * self.value_width..], row: self.query_stride() * self.value_width, col: 1 };
+            multiply(shape, T::ONE, probabilities, self.key_rows(&tile, v, self.value_width), out, Write::Add, run.threads);
+        });
+    }
+
+    /// (q, k, v, o, lse, do) → (dq, dk, dv).
+    pub fn backward<T: Float>(&self, ins: &[Block<'_>], outs: &mut [BlockMut<'_>], scratch: &mut [T], run: Run) {
+        let operand = |i: usize| T::of(ins[i]);
+        let (q, k, v, o, lse, dy) = (operand(0), operand(1), operand(2), operand(3), operand(4), operand(5));
+        let [dq, dk, dv] = outs else { unreachable!("three results by the type rule") };
+        let (dq, dk, dv) = (T::of_mut(dq), T::of_mut(dk), T::of_mut(dv));
+        [&mut *dq, &mut *dk, &mut *dv].into_iter().for_each(|d| clear(d, run.write));
+        let scale = T::from_f64(self.scale);
+        let (d, e) = (self.width, self.value_width);
+        self.tiles(|tile| {
+            let (n, keys) = (tile.rows, tile.keys);
+            let (p, rest) = scratch.split_at_mut(n * keys);
+            let dp = &mut rest[..n * keys];
+            self.scores(&tile, q, k, p, run);
+            for i in 0..n {
+                let row = &mut p[i * keys..(i + 1) * keys];
+                let log_sum = lse[self.query(&tile, i)];
+                let (lo, hi) = self.seen_in(&tile, i);
+                row[..lo].fill(T::ZERO);
+                row[hi..].fill(T::ZERO);
+                row[lo..hi].iter_mut().for_each(|s| *s = (*s - log_sum).exp());
+            }
+            let dy_rows = self.query_rows(&tile, dy, e);
+            let transposed = |m: &'_ Matrix<'_, T>| (m.col, m.row);
+            let values = self.key_rows(&tile, v, e);
+            let (row, col) = transposed(&values);
+            multiply([n, keys, e], T::ONE, dy_rows, Matrix { row, col, ..values }, MatrixMut { data: dp, row: keys, col: 1 }, Write::Set, run.threads);
+            let by_key = |data| Matrix { data, row: 1, col: keys };
+            multiply([keys, e, n], T::ONE, by_key(&*p), dy_rows, self.key_rows_mut(&tile, dv, e), Write::Add, run.threads);
+            for i in 0..n {
+                let at = self.query(&tile, i) * e;
+                let along = T::from_f64(dot(&dy[at..at + e], &o[at..at + e]));
+                let row = i * keys..(i + 1) * keys;
+                for (p, dp) in p[row.clone()].iter_mut().zip(&dp[row]) {
+                    *p = *p * (*dp - along);
+                }
+            }
+            let ds = &*p;
+            let out = MatrixMut { data: &mut dq[self.query(&tile, 0) * d..], row: self.query_stride() * d, col: 1 };
+            let by_query = Matrix { data: ds, row: keys, col: 1 };
+            multiply([n, d, keys], scale, by_query, self.key_rows(&tile, k, d), out, Write::Add, run.threads);
+            multiply([keys, d, n], scale, by_key(ds), self.query_rows(&tile, q, d), self.key_rows_mut(&tile, dk, d), Write::Add, run.threads);
+        });
+    }
+
+    /// Visits every tile in which something is visible.
+    fn tiles(&self, mut visit: impl FnMut(Tile)) {
+        for batch in 0..self.batch {
+            for group in 0..self.valid_groups {
+                for head in 0..self.valid_heads {
+                    for row in (0..self.queries).step_by(ATTENTION_ROWS as usize) {
+                        let rows = (ATTENTION_ROWS as usize).min(self.queries - row);
+                        // Both ends of what a query sees grow with its position.
+                        let (lo, hi) = (self.seen(row).0, self.seen(row + rows - 1).1);
+                        if lo < hi {
+                            visit(Tile { batch, group, head, row, rows, key: lo, keys: hi - lo });
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// The keys `[lo, hi)` of this rank that a query of this rank sees.
+    fn seen(&self, query: usize) -> (usize, usize) {
+        let position = self.first_query + query;
+        let end = if self.mask.causal || self.mask.window.is_some() { position + 1 } else { self.first_key + self.keys };
+        let start = self.mask.window.map_or(0, |w| (position + 1).saturating_sub(w as usize));
+        let local = |at: usize| at.saturating_sub(self.first_key).min(self.keys);
+        (local(start), local(end).max(local(start)))
+    }
+
+    /// The same for query `i` of a tile, relative to the tile's first key.
+    fn seen_in(&self, tile: &Tile, i: usize) -> (usize, usize) {
+        let (lo, hi) = self.seen(tile.row + i);
+        (lo - tile.key, hi - tile.key)
+    }
+
+    /// scale · Q Kᵀ, row-major.
+    fn scores<T: Float>(&self, tile: &Tile, q: &[T], k: &[T], scores: &mut [T], run: Run) {
+        let keys = self.key_rows(tile, k, self.width);
+        multiply(
+            [tile.rows, tile.keys, self.width],
+            T::from_f64(self.scale),
+            self.query_rows(tile, q, self.width),
+            Matrix { row: keys.col, col: keys.row, ..keys },
+            MatrixMut { data: scores, row: tile.keys, col: 1 },
+            Write::Set,
+            run.threads,
+        );
+    }
+
+    /// Scores of query `i` → probabilities; returns log Σ exp, −∞ if it sees nothing.
+    fn softmax<T: Float>(&self, tile: &Tile, i: usize, row: &mut [T]) -> f64 {
+        let (lo, hi) = self.seen_in(tile, i);
+        row[..lo].fill(T::ZERO);
+        row[hi..].fill(T::ZERO);
+        let seen = &mut row[lo..hi];
+        let Some(max) = seen.iter().copied().reduce(|a, b| if b > a { b } else { a }) else { return f64::NEG_INFINITY };
+        seen.iter_mut().for_each(|s| *s = (*s - max).exp());
+        let total = sum(seen.len(), |j| seen[j].to_f64());
+        let factor = T::from_f64(1.0 / total);
+        seen.iter_mut().for_each(|s| *s = *s * factor);
+        max.to_f64() + total.ln()
+    }
+
+    /// Index of query `i` of a tile among all (batch, query, group, head).
+    fn query(&self, tile: &Tile, i: usize) -> usize {
+        ((tile.batch * self.queries + tile.row + i) * self.groups + tile.group) * self.heads + tile.head
+    }
+    fn query_stride(&self) -> usize {
+        self.groups * self.heads
+    }
+    /// Index of the tile's first key among all (batch, key, group).
+    fn key(&self, tile: &Tile) -> usize {
+        (tile.batch * self.keys + tile.key) * self.groups + tile.group
+    }
+    fn query_rows<'a, T>(&self, tile: &Tile, data: &'a [T], width: usize) -> Matrix<'a, T> {
+        Matrix { data: &data[self.query(tile, 0) * width..], row: self.query_stride() * width, col: 1 }
+    }
+    fn key_rows<'a, T>(&self, tile: &Tile, data: &'a [T], width: usize) -> Matrix<'a, T> {
+        Matrix { data: &data[self.key(tile) * width..], row: self.groups * width, col: 1 }
+    }
+    fn key_rows_mut<'a, T>(&self, tile: &Tile, data: &'a mut [T], width: usize) -> MatrixMut<'a, T> {
+        MatrixMut { data: &mut data[self.key(tile) * width..], row: self.groups * width, col: 1 }
+    }
+}

@@ -1,0 +1,82 @@
+//! Kernels on flat buffers: what the optimizer and the accumulation of gradients need.
+
+use dplan_ir::optimizer::StepScalars;
+
+use super::float::{Float, sum};
+
+/// dst ← dst + src.
+pub fn add_into<T: Float>(src: &[T], dst: &mut [T]) {
+    for (d, s) in dst.iter_mut().zip(src) {
+        *d += *s;
+    }
+}
+
+/// Elements whose squares are summed in one go.
+const SQUARES: usize = 4096;
+
+/// Σ x², in f64: in blocks of 4096 elements, each in the order of [`sum`], blocks in order.
+pub fn square_sum<T: Float>(x: &[T]) -> f64 {
+    x.chunks(SQUARES).map(|x| sum(x.len(), |i| x[i].to_f64() * x[i].to_f64())).sum()
+}
+
+/// [`dplan_ir::optimizer::adamw`] on every element, computed in f64.
+pub fn adamw<T: Float>(p: &mut [T], g: &[T], m: &mut [T], v: &mut [T], scale: f64, at: &StepScalars) {
+    let h = &at.hyper;
+    let t = i32::try_from(at.step).unwrap_or(i32::MAX);
+    let decay = 1.0 - h.lr * h.weight_decay;
+    let step = h.lr / (1.0 - h.beta1.powi(t));
+    let root = (1.0 - h.beta2.powi(t)).sqrt();
+    let (beta1, beta2, eps) = (h.beta1, h.beta2, h.eps);
+    let n = p.len();
+    let (g, m, v) = (&g[..n], &mut m[..n], &mut v[..n]);
+    for i in 0..n {
+        let gi = g[i].to_f64() * scale;
+        let mi = beta1 * m[i].to_f64() + (1.0 - beta1) * gi;
+        let vi = beta2 * v[i].to_f64() + (1.0 - beta2) * gi * gi;
+        let denominator = vi.sqrt() / root + eps;
+        p[i] = T::from_f64(p[i].to_f64() * decay - step * mi / denominator);
+        m[i] = T::from_f64(mi);
+        v[i] = T::from_f64(vi);
+    }
+}
+
+/// [`dplan_ir::optimizer::sgd`] on every element, computed in f64.
+pub fn sgd<T: Float>(p: &mut [T], g: &[T], v: &mut [T], scale: f64, at: &StepScalars) {
+    let n = p.len();
+    let (g, v) = (&g[..n], &mut v[..n]);
+    for i in 0..n {
+        let (pi, vi) = dplan_ir::optimizer::sgd(p[i].to_f64(), g[i].to_f64() * scale, v[i].to_f64(), at);
+        p[i] = T::from_f64(pi);
+        v[i] = T::from_f64(vi);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use dplan_ir::optimizer::{self, Hyper};
+
+    #[test]
+    fn flat_adamw_is_the_scalar_equation() {
+        let hyper = Hyper { lr: 0.01, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, momentum: 0.0, clip: f64::INFINITY };
+        let (mut p, mut m, mut v) = (vec![0.3, -1.5, 2.0], vec![0.0; 3], vec![0.0; 3]);
+        let (mut q, g) = ([(0.3, 0.0, 0.0), (-1.5, 0.0, 0.0), (2.0, 0.0, 0.0)], [0.7, -0.1, 0.0]);
+        for step in 1..=5 {
+            let at = StepScalars { hyper, step, inv_tokens: 1.0 };
+            adamw(&mut p, &g, &mut m, &mut v, 0.5, &at);
+            for (q, g) in q.iter_mut().zip(g) {
+                *q = optimizer::adamw(q.0, g * 0.5, q.1, q.2, &at);
+            }
+        }
+        for i in 0..3 {
+            assert!((p[i] - q[i].0).abs() < 1e-15 && (m[i] - q[i].1).abs() < 1e-16 && (v[i] - q[i].2).abs() < 1e-16);
+        }
+    }
+
+    #[test]
+    fn squares_of_a_long_f32_vector_lose_nothing() {
+        let x = vec![0.1f32; 1_000_003];
+        let want = 1_000_003.0 * f64::from(0.1f32) * f64::from(0.1f32);
+        assert!((square_sum(&x) - want).abs() < 1e-9 * want);
+    }
+}

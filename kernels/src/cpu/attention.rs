@@ -116,12 +116,17 @@ impl AttentionKernel {
                 row[lo..hi].iter_mut().for_each(|s| *s = (*s - log_sum).exp());
             }
             let dy_rows = self.query_rows(&tile, dy, e);
-            let transposed = |m: &'_ Matrix<'_, T>| (m.col, m.row);
-            let values = self.key_rows(&tile, v, e);
-            let (row, col) = transposed(&values);
-            multiply([n, keys, e], T::ONE, dy_rows, Matrix { row, col, ..values }, MatrixMut { data: dp, row: keys, col: 1 }, Write::Set, run.threads);
-            let by_key = |data| Matrix { data, row: 1, col: keys };
-            multiply([keys, e, n], T::ONE, by_key(&*p), dy_rows, self.key_rows_mut(&tile, dv, e), Write::Add, run.threads);
+            let values = self.key_rows(&tile, v, e).transposed();
+            multiply([n, keys, e], T::ONE, dy_rows, values, MatrixMut { data: dp, row: keys, col: 1 }, Write::Set, run.threads);
+            multiply(
+                [keys, e, n],
+                T::ONE,
+                Matrix { data: &*p, row: 1, col: keys },
+                dy_rows,
+                self.key_rows_mut(&tile, dv, e),
+                Write::Add,
+                run.threads,
+            );
             for i in 0..n {
                 let at = self.query(&tile, i) * e;
                 let along = T::from_f64(dot(&dy[at..at + e], &o[at..at + e]));
@@ -134,7 +139,15 @@ impl AttentionKernel {
             let out = MatrixMut { data: &mut dq[self.query(&tile, 0) * d..], row: self.query_stride() * d, col: 1 };
             let by_query = Matrix { data: ds, row: keys, col: 1 };
             multiply([n, d, keys], scale, by_query, self.key_rows(&tile, k, d), out, Write::Add, run.threads);
-            multiply([keys, d, n], scale, by_key(ds), self.query_rows(&tile, q, d), self.key_rows_mut(&tile, dk, d), Write::Add, run.threads);
+            multiply(
+                [keys, d, n],
+                scale,
+                Matrix { data: ds, row: 1, col: keys },
+                self.query_rows(&tile, q, d),
+                self.key_rows_mut(&tile, dk, d),
+                Write::Add,
+                run.threads,
+            );
         });
     }
 
@@ -173,12 +186,11 @@ impl AttentionKernel {
 
     /// scale · Q Kᵀ, row-major.
     fn scores<T: Float>(&self, tile: &Tile, q: &[T], k: &[T], scores: &mut [T], run: Run) {
-        let keys = self.key_rows(tile, k, self.width);
         multiply(
             [tile.rows, tile.keys, self.width],
             T::from_f64(self.scale),
             self.query_rows(tile, q, self.width),
-            Matrix { row: keys.col, col: keys.row, ..keys },
+            self.key_rows(tile, k, self.width).transposed(),
             MatrixMut { data: scores, row: tile.keys, col: 1 },
             Write::Set,
             run.threads,

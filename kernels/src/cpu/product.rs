@@ -76,11 +76,8 @@ impl Product {
             let main = members.iter().position(|&m| m).unwrap_or(0);
             let mut role = Role { size: 1, per_row: false, strides: [0; 3] };
             // Letters of size 1 take no part; the order is that of the first operand which has the role.
-            let labels: Vec<char> = operands[main]
-                .iter()
-                .filter(|l| l.size != 1 && (0..3).all(|o| find(o, l.label).is_some() == members[o]))
-                .map(|l| l.label)
-                .collect();
+            let labels: Vec<char> =
+                operands[main].iter().filter(|l| l.size != 1 && (0..3).all(|o| find(o, l.label).is_some() == members[o])).map(|l| l.label).collect();
             for &label in &labels {
                 let size = find(main, label).map_or(1, |l| l.size);
                 role.size *= if label == ROWS { 1 } else { size };
@@ -100,7 +97,9 @@ impl Product {
             let elsewhere = (0..3).filter(|&o| o != at).find_map(|o| find(o, letter.label));
             match elsewhere {
                 None if letter.size != 1 => return Err(fail(format!("`{}` stands in one operand only", letter.label))),
-                Some(other) if other.size != letter.size => return Err(fail(format!("`{}` has sizes {} and {}", letter.label, letter.size, other.size))),
+                Some(other) if other.size != letter.size => {
+                    return Err(fail(format!("`{}` has sizes {} and {}", letter.label, letter.size, other.size)));
+                }
                 _ => {}
             }
         }
@@ -147,6 +146,12 @@ pub struct Matrix<'a, T> {
     pub data: &'a [T],
     pub row: usize,
     pub col: usize,
+}
+
+impl<T> Matrix<'_, T> {
+    pub fn transposed(self) -> Self {
+        Matrix { row: self.col, col: self.row, ..self }
+    }
 }
 
 /// A strided matrix to write.

@@ -1,7 +1,7 @@
 //! The top-k router: softmax over experts, the k largest kept.
 //!
 //! With chosen experts C and p = softmax(logits): gate = p on C, divided by Σ_C p if renormalised (which makes it the softmax over C alone).
-//! Gradient, with s = Σ_C gate · dgate: renormalised, gate · (dgate − s) on C; otherwise p · ([chosen] dgate − s) everywhere.
+//! Gradient, with s = Σ gate · dgate: gate · dgate − gate · s if renormalised, otherwise gate · dgate − p · s.
 
 use dplan_ir::extent::Extent;
 use dplan_ir::op::Renormalize;
@@ -74,11 +74,11 @@ impl Router {
         let along = sum(gate.len(), |i| gate[i].to_f64() * dgate[i].to_f64());
         let (max, total) = softmax(logits);
         for (i, out) in valid.iter_mut().enumerate() {
-            let chosen = gate[i] != T::ZERO;
-            let slope = match self.renormalize {
-                Renormalize::Yes => gate[i].to_f64() * (dgate[i].to_f64() - along),
-                Renormalize::No => (logits[i].to_f64() - max).exp() / total * (if chosen { dgate[i].to_f64() } else { 0.0 } - along),
+            let over = match self.renormalize {
+                Renormalize::Yes => gate[i].to_f64(),
+                Renormalize::No => (logits[i].to_f64() - max).exp() / total,
             };
+            let slope = gate[i].to_f64() * dgate[i].to_f64() - over * along;
             put(out, T::from_f64(slope), write);
         }
     }

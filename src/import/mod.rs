@@ -6,6 +6,7 @@
 pub mod hf;
 pub mod json;
 pub mod limits;
+pub mod weights;
 
 use std::path::Path;
 

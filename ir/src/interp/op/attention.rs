@@ -62,8 +62,8 @@ pub(super) fn backward(a: &Attention, ctx: &OpContext, ins: &[&Tensor]) -> Vec<T
             let p = (x - lse.data[lse.at(&[b, s, g, r])]).exp();
             let (key, val) = (k.at(&[b, t, g, 0]), v.at(&[b, t, g, 0]));
             let ds = a.scale * p * (dot(dout, &v.data[val..][..e]) - delta);
-            for i in 0..e {
-                dv.data[val + i] += p * dout[i];
+            for (i, x) in dout.iter().enumerate() {
+                dv.data[val + i] += p * x;
             }
             for i in 0..d {
                 dq.data[row + i] += ds * k.data[key + i];

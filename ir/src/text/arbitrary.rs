@@ -1,9 +1,19 @@
 //! Random programs of every level: well formed as text demands (ids and names resolve), otherwise nonsense.
 
 use crate::dtype::DType;
-use crate::entity::{DimId, NodeId, ParamId, Table, ValueId};
+use crate::entity::{BucketId, BufferId, DimId, EventId, FormId, NodeId, ParamId, SegmentId, Table, ValueId};
 use crate::graph::{Def, Dim, Graph, Init, Layout, Narrow, Node, Param, Phase, Piece, Type, Value};
+use crate::mesh::{Axis, AxisSet, Mesh};
 use crate::op::{Activation, Attention, Mask, Op, Renormalize, Rope, Rotation, Spec};
+use crate::optimizer::Optimizer;
+use crate::program::{
+    Bucket, Buffer, Call, Channel, Content, Instr, Issue, Member, Pattern, Program, Region, Role, Scalar, Segment, SegmentKind, StageProgram, Stream,
+    Write,
+};
+use crate::reshard::Step;
+use crate::rule::Assignment;
+use crate::sharded::{Form, Pass, Sharded, Stmt};
+use crate::sharding::{Monoid, Padded, Sharding};
 
 /// SplitMix64.
 pub struct Rng(pub u64);
@@ -193,4 +203,164 @@ pub fn graph(size: usize, rng: &mut Rng) -> Graph {
         }
     }
     graph
+}
+
+fn mesh(rng: &mut Rng) -> Mesh {
+    let mut axes = rng.vec(4, |r| Axis { name: r.name(), size: r.number() });
+    axes.iter_mut().enumerate().for_each(|(i, axis)| axis.name.push_str(["", "a", "b", "c"][i]));
+    axes.dedup_by(|a, b| a.name == b.name);
+    let mut seen = Vec::new();
+    axes.retain(|a| {
+        !seen.contains(&a.name) && {
+            seen.push(a.name.clone());
+            true
+        }
+    });
+    Mesh { axes }
+}
+
+fn axes(mesh: &Mesh, rng: &mut Rng) -> AxisSet {
+    AxisSet(rng.next() as u32).and(mesh.all())
+}
+
+fn monoid(rng: &mut Rng) -> Monoid {
+    *rng.pick(&[Monoid::Sum, Monoid::Max, Monoid::LogSumExp])
+}
+
+fn sharding(mesh: &Mesh, rng: &mut Rng) -> Sharding {
+    let dims = rng.vec(3, |r| axes(mesh, r));
+    Sharding::of_dims(dims).with_partial(monoid(rng), if rng.coin() { AxisSet::EMPTY } else { axes(mesh, rng) })
+}
+
+fn padded(graph: &Graph, rng: &mut Rng) -> Padded {
+    Padded(graph.dims.map(|_, d| if rng.coin() { d.size } else { rng.number() }))
+}
+
+/// A sharded graph over a graph that has nodes.
+pub fn sharded(graph: &Graph, size: usize, rng: &mut Rng) -> Sharded {
+    let mesh = mesh(rng);
+    let values = graph.values.len() as u64;
+    let mut forms: Table<FormId, Form> = Table::new();
+    let mut body = Vec::new();
+    let form = |rng: &mut Rng| Form { value: ValueId(rng.below(values) as u32), sharding: sharding(&mesh, rng) };
+    forms.push(form(rng));
+    for _ in 0..size {
+        let any = |n: usize, rng: &mut Rng| FormId(rng.below(n as u64) as u32);
+        let known = forms.len();
+        if rng.coin() {
+            let outs: Vec<FormId> = (0..1 + rng.below(2)).map(|_| forms.push(form(rng))).collect();
+            let node = NodeId(rng.below(graph.nodes.len() as u64) as u32);
+            let assignment = Assignment(rng.vec(3, |r| (*r.pick(&['b', 'é', '"', '_']), axes(&mesh, r))));
+            body.push(Stmt::Run { node, assignment, ins: rng.vec(3, |r| any(known, r)), outs });
+        } else {
+            let (axes, dim, monoid) = (axes(&mesh, rng), rng.below(4) as u32, monoid(rng));
+            let step = *rng.pick(&[
+                Step::AllReduce { axes, monoid },
+                Step::ReduceScatter { axes, dim, monoid },
+                Step::AllGather { axes, dim },
+                Step::Slice { axes, dim },
+            ]);
+            let from = any(known, rng);
+            let pass = *rng.pick(&[Pass::Forward, Pass::Backward]);
+            body.push(Stmt::Reshard { from, to: forms.push(form(rng)), step, layer: rng.below(9) as u32, pass });
+        }
+    }
+    let padded = padded(graph, rng);
+    Sharded { mesh, padded, forms, body }
+}
+
+const INSTRS: u64 = 13;
+
+fn instr(kind: u64, graph: &Graph, mesh: &Mesh, rng: &mut Rng) -> Instr {
+    let buf = |rng: &mut Rng| BufferId(rng.below(40) as u32);
+    let channel = |rng: &mut Rng| *rng.pick(&[Channel::Forward, Channel::Backward]);
+    let stages = |rng: &mut Rng| rng.vec(2, |r| r.below(9) as u32);
+    match kind {
+        0 => Instr::Run {
+            node: NodeId(rng.below(graph.nodes.len() as u64) as u32),
+            ins: rng.vec(3, buf),
+            outs: rng.vec(2, buf),
+            scratch: rng.some(buf),
+            write: *rng.pick(&[Write::Set, Write::Add]),
+        },
+        1 => Instr::Input { dst: buf(rng) },
+        2 => Instr::Slice { src: buf(rng), dst: buf(rng), axes: axes(mesh, rng), dim: rng.below(3) as u32 },
+        3 => Instr::Collective {
+            pattern: *rng.pick(&[Pattern::AllReduce, Pattern::ReduceScatter, Pattern::AllGather]),
+            axes: axes(mesh, rng),
+            stages: stages(rng),
+            dim: rng.below(3) as u32,
+            monoid: monoid(rng),
+            src: buf(rng),
+            dst: buf(rng),
+        },
+        4 => Instr::Send { to: rng.below(9) as u32, channel: channel(rng), src: buf(rng) },
+        5 => Instr::Recv { from: rng.below(9) as u32, channel: channel(rng), dst: buf(rng) },
+        6 => Instr::Zero { dst: buf(rng) },
+        7 => Instr::AddInto { src: buf(rng), dst: buf(rng) },
+        8 => Instr::SquareSum { src: buf(rng), dst: buf(rng), once: axes(mesh, rng) },
+        9 => Instr::ClipScale { src: buf(rng), dst: buf(rng) },
+        10 => Instr::Update { state: buf(rng), grad: buf(rng), moments: rng.vec(2, buf), param: rng.some(buf), scale: rng.some(buf) },
+        11 => Instr::Record(EventId(rng.below(9) as u32)),
+        _ => Instr::Wait(EventId(rng.below(9) as u32)),
+    }
+}
+
+fn buffer(graph: &Graph, mesh: &Mesh, rng: &mut Rng) -> Buffer {
+    let bucket = BucketId(rng.below(9) as u32);
+    let role = *rng.pick(&Role::ALL);
+    let content = match rng.below(5) {
+        0 if !graph.params.is_empty() => Content::Member { bucket, role, param: ParamId(rng.below(graph.params.len() as u64) as u32) },
+        0 | 1 => Content::Flat { bucket, role, pieces: axes(mesh, rng) },
+        2 => Content::Scalar(*rng.pick(&Scalar::ALL)),
+        3 => Content::Scratch,
+        _ => Content::Value { value: ValueId(rng.below(graph.values.len() as u64) as u32), sharding: sharding(mesh, rng) },
+    };
+    let (slots, slot_stride) = if rng.coin() { (1, 0) } else { (rng.number(), rng.number()) };
+    Buffer { content, dtype: *rng.pick(&DType::ALL), bytes: rng.number(), offset: rng.number(), slots, slot_stride, piece_axes: axes(mesh, rng) }
+}
+
+fn stage(graph: &Graph, mesh: &Mesh, size: usize, rng: &mut Rng) -> StageProgram {
+    let member = |r: &mut Rng| Member {
+        param: ParamId(r.below(graph.params.len() as u64) as u32),
+        sharding: sharding(mesh, r),
+        offset: r.number(),
+        elems: r.number(),
+    };
+    let members = |r: &mut Rng| if graph.params.is_empty() { Vec::new() } else { r.vec(3, member) };
+    let bucket = |r: &mut Rng| Bucket { members: members(r), elems: r.number(), partial: axes(mesh, r), tied: r.vec(2, |r| r.below(9) as u32) };
+    let issue = |i: usize, r: &mut Rng| {
+        let kind = if i < INSTRS as usize { i as u64 } else { r.below(INSTRS) };
+        Issue { stream: *r.pick(&Stream::ALL), instr: instr(kind, graph, mesh, r) }
+    };
+    let segment = |r: &mut Rng| Segment { kind: *r.pick(&SegmentKind::ALL), body: (0..size).map(|i| issue(i, r)).collect() };
+    let segments: Table<SegmentId, Segment> = rng.vec(6, segment).into_iter().collect();
+    let mut schedule: Vec<Call> = Vec::new();
+    while !segments.is_empty() && schedule.len() < size {
+        let call = |r: &mut Rng| Call { segment: SegmentId(r.below(segments.len() as u64) as u32), micro_batch: r.number() };
+        let period = rng.vec(5, call);
+        for time in 0..rng.below(6) {
+            schedule.extend(period.iter().map(|c| Call { micro_batch: c.micro_batch.saturating_add(time), ..*c }));
+        }
+        if rng.below(3) == 0 {
+            break;
+        }
+    }
+    StageProgram {
+        arena_bytes: rng.number(),
+        regions: rng.vec(3, |r| Region { name: r.name(), offset: r.number(), bytes: r.number() }),
+        buckets: rng.vec(3, bucket).into_iter().collect(),
+        buffers: rng.vec(30, |r| buffer(graph, mesh, r)).into_iter().collect(),
+        segments,
+        schedule,
+        events: rng.below(30) as u32,
+    }
+}
+
+/// A program over a graph that has nodes, with every instruction in each segment if `size` is at least their number.
+pub fn program(graph: &Graph, size: usize, rng: &mut Rng) -> Program {
+    let mesh = mesh(rng);
+    let stages = rng.vec(3, |r| stage(graph, &mesh, size, r));
+    let optimizer = rng.some(|r| *r.pick(&[Optimizer::AdamW, Optimizer::Sgd]));
+    Program { padded: padded(graph, rng), micro_batches: rng.number(), optimizer, stages, mesh }
 }

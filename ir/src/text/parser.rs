@@ -206,6 +206,11 @@ impl<'a> Parser<'a> {
         Err(self.expected(what))
     }
 
+    /// Whether the token in hand is an id with this prefix.
+    pub fn is_id(&self, prefix: &str) -> bool {
+        matches!(self.token, Token::Word(word) if word.strip_prefix(prefix).is_some_and(|d| !d.is_empty() && d.bytes().all(|b| b.is_ascii_digit())))
+    }
+
     /// `#` and a number, if there is one.
     pub fn ordinal(&mut self) -> Parsed<Option<u32>> {
         if self.take_sign('#') { self.integer("a number behind `#`").map(Some) } else { Ok(None) }

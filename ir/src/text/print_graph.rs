@@ -214,8 +214,7 @@ impl Printer<'_> {
             out.put("grads {");
             out.end_line();
             for (param, grads) in graph.grads.iter().filter(|(_, g)| !g.is_empty()) {
-                let value = graph.params.get(param).map_or(ValueId(u32::MAX), |p| p.value);
-                let _ = write!(out.text, "  {}: ", self.spelling.value(value));
+                let _ = write!(out.text, "  {}: ", self.spelling.param(param));
                 for (i, &grad) in grads.iter().enumerate() {
                     if i > 0 {
                         out.put(", ");

@@ -5,7 +5,7 @@
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 
-use crate::entity::{DimId, Id, NodeId, ValueId};
+use crate::entity::{DimId, Id, NodeId, ParamId, ValueId};
 use crate::graph::{Def, Graph};
 use crate::text::lexer::{is_bare_name, is_word, quote};
 use crate::text::parser::{Parsed, Parser, Ref};
@@ -16,6 +16,7 @@ pub struct Spelling {
     dims: Pool,
     /// Spelling of each node: of its first result.
     nodes: Vec<ValueId>,
+    params: Vec<ValueId>,
     /// Values that share their name with another.
     repeated: Vec<bool>,
 }
@@ -67,8 +68,9 @@ impl Spelling {
                 }
             });
         }
+        let params = graph.params.values().map(|p| p.value).collect();
         let nodes = graph.nodes.values().map(|n| n.outputs.first().copied().unwrap_or(ValueId(u32::MAX))).collect();
-        Spelling { values, dims, nodes, repeated: shared }
+        Spelling { values, dims, nodes, params, repeated: shared }
     }
 
     pub fn value(&self, id: ValueId) -> &str {
@@ -76,6 +78,9 @@ impl Spelling {
     }
     pub fn dim(&self, id: DimId) -> &str {
         self.dims.get(id.index()).unwrap_or("\"\"")
+    }
+    pub fn param(&self, id: ParamId) -> &str {
+        self.params.get(id.index()).map_or("%\"\"", |&v| self.value(v))
     }
     pub fn is_repeated(&self, id: ValueId) -> bool {
         self.repeated.get(id.index()).copied().unwrap_or(false)

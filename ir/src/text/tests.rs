@@ -16,6 +16,28 @@ fn every_graph_reads_back_as_it_was() {
 }
 
 #[test]
+fn every_sharded_graph_and_program_reads_back_as_it_was() {
+    for seed in 0..300 {
+        let rng = &mut Rng(seed);
+        let size = seed as usize % 30;
+        let graph = arbitrary::graph(1 + size, rng);
+        let document =
+            Document { sharded: rng.some(|r| arbitrary::sharded(&graph, size, r)), program: Some(arbitrary::program(&graph, size, rng)), graph };
+        let text = print(&document);
+        assert!(parsed(&text, parse(&text)) == document, "seed {seed}: read back otherwise\n{text}");
+        let Document { graph, sharded, program } = &document;
+        if let Some(program) = program {
+            let text = print_program(program, graph);
+            assert!(parsed(&text, parse_program(&text, graph)) == *program);
+        }
+        if let Some(sharded) = sharded {
+            let text = print_sharded(sharded, graph);
+            assert!(parsed(&text, parse_sharded(&text, graph)) == *sharded);
+        }
+    }
+}
+
+#[test]
 fn each_marked_line_shows_its_entity() {
     let graph = arbitrary::graph(40, &mut Rng(7));
     let printed = graph_printed(&graph);
@@ -76,16 +98,18 @@ fn damage(text: &str, rng: &mut Rng) -> String {
 }
 
 #[test]
-fn damaged_graphs_are_refused_or_read_but_never_panic() {
+fn damaged_texts_are_refused_or_read_but_never_panic() {
     let mut refused = 0;
     for seed in 0..1500 {
         let mut rng = Rng(seed);
-        let text = print_graph(&arbitrary::graph(rng.below(12) as usize, &mut rng));
-        let text = damage(&text, &mut rng);
-        match parse_graph(&text) {
-            Ok(graph) => {
-                let again = print_graph(&graph);
-                assert!(parse_graph(&again).is_ok_and(|g| print_graph(&g) == again), "seed {seed}\n{text}");
+        let graph = arbitrary::graph(1 + rng.below(6) as usize, &mut rng);
+        let program = rng.some(|r| arbitrary::program(&graph, 3, r));
+        let sharded = rng.some(|r| arbitrary::sharded(&graph, 3, r));
+        let text = damage(&print(&Document { graph, sharded, program }), &mut rng);
+        match parse(&text) {
+            Ok(document) => {
+                let again = print(&document);
+                assert!(parse(&again).is_ok_and(|d| print(&d) == again), "seed {seed}\n{text}\n{again}");
             }
             Err(e) => {
                 let lines = text.split('\n').count() as u32;
@@ -121,4 +145,52 @@ fn errors_say_where_and_what_would_be_right() {
         let text = if text.starts_with("graph") || text.is_empty() { text.to_string() } else { format!("{head}{text}") };
         assert_eq!(parse_graph(&text).map_err(|e| e.to_string()).err().as_deref(), Some(error), "{text}");
     }
+}
+
+#[test]
+fn schedules_are_printed_as_repetitions() {
+    let graph = parsed("", parse_graph("graph \"g\""));
+    let text = "program
+mesh []
+micro_batches 8
+stage 0 {
+  arena 0
+  events 0
+  segment begin {
+  }
+  segment forward {
+  }
+  segment backward {
+  }
+  segment backward_last {
+  }
+  schedule {
+    begin 0
+    repeat 4 { forward 0 }
+    repeat 4 { backward 0, forward 4 }
+    repeat 3 { backward 4 }
+    backward_last 7
+  }
+}
+";
+    let program = parsed(text, parse_program(text, &graph));
+    assert_eq!(program.stages[0].schedule.len(), 1 + 4 + 8 + 3 + 1);
+    assert_eq!(print_program(&program, &graph), text);
+}
+
+#[test]
+fn a_short_text_cannot_make_a_large_program() {
+    let graph = parsed("", parse_graph("graph \"g\""));
+    let text = |calls: &str| format!("program mesh [] micro_batches 1 stage 0 {{ arena 0 events 0 segment forward {{ }} schedule {{ {calls} }} }}");
+    for (calls, right) in [
+        ("repeat 18446744073709551615 { forward 0, forward 1 }", "at most 4194304 in all stages"),
+        ("repeat 99999999999999999999 { forward 0 }", "how often (a whole number, not too large)"),
+        ("repeat 4000000 { forward 0 } repeat 4000000 { forward 0 }", "at most 4194304 in all stages"),
+        ("forward 18446744073709551615 repeat 2 { forward 18446744073709551615 }", "a smaller one"),
+        ("repeat 4 { backward 0 }", "a segment of the stage"),
+    ] {
+        assert_eq!(parse_program(&text(calls), &graph).map_err(|e| e.expected).err().as_deref(), Some(right), "{calls}");
+    }
+    let table = format!("graph \"g\" table t = [{}0] layer 0 {{ {} }}", "0,".repeat(100_000), "%x = rope t (): f32[] ".repeat(100));
+    assert_eq!(parse_graph(&table).map_err(|e| e.expected).err().as_deref(), Some("at most 4194304"));
 }

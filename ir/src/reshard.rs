@@ -19,7 +19,7 @@ pub enum Step {
     ReduceScatter { axes: AxisSet, dim: u32, monoid: Monoid },
     /// `dim` sharded by `axes` → replicated over them.
     AllGather { axes: AxisSet, dim: u32 },
-    /// Replicated over `axes` → `dim` also sharded by them.
+    /// Replicated over `axes` → `dim` also sharded by them. Over no axes: a copy.
     Slice { axes: AxisSet, dim: u32 },
 }
 
@@ -48,7 +48,7 @@ impl Step {
         // Blocks of a dim nest in mesh order: an axis can be added or removed only behind the ones that stay.
         let minor_to = |axes: AxisSet, dim: u32| {
             let others = from.dims[dim as usize].minus(axes);
-            others.0 < (axes.0 & axes.0.wrapping_neg()) || others.is_empty()
+            others.is_empty() || axes.is_empty() || others.0 < (axes.0 & axes.0.wrapping_neg())
         };
         match *self {
             Step::AllReduce { axes, monoid } => to = from.whole().with_partial(monoid, reduces(axes, monoid)?),

@@ -1,0 +1,60 @@
+//! Why a plan cannot be lowered.
+
+use dplan_ir::rule::Label;
+
+/// A plan that does not fit its graph, or that no program can carry out.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum LowerError {
+    #[error("the graph has no backward pass: differentiate it first")]
+    NotDifferentiated,
+    #[error("the graph has no loss")]
+    NoLoss,
+    #[error("layer {layer} hands no value to the next, or more than one")]
+    Crossing { layer: u32 },
+    #[error("`{value}` is handed to the next layer and also used by its own layer {layer}; a boundary is used by the next layer only")]
+    BoundaryReused { value: String, layer: u32 },
+    #[error("layer {layer} has {nodes} forward nodes, its strategy {found} assignments")]
+    Strategy { layer: u32, nodes: usize, found: usize },
+    #[error("`{node}` has no factor `{label}`")]
+    UnknownFactor { node: String, label: Label },
+    #[error("factor `{label}` of `{node}` cannot be split")]
+    WholeFactor { node: String, label: Label },
+    #[error("the strategy of `{node}` uses an axis twice")]
+    AxisTwice { node: String },
+    #[error("the strategy of `{node}` uses an axis that is not tensor-parallel")]
+    ForeignAxis { node: String },
+    #[error("dim `{dim}` of `{value}` has size {size}, which {ways} ranks do not divide")]
+    Indivisible { dim: String, value: String, size: u64, ways: u64 },
+    #[error("boundary `{value}` has no dim {dim} to shard")]
+    BoundaryDim { value: String, dim: u32 },
+    #[error("`{value}` is read before anything in its layer makes it")]
+    Undefined { value: String },
+    #[error("the uses of parameter `{param}` need different shardings")]
+    ParamShardings { param: String },
+    #[error("parameter `{param}` is used by no layer")]
+    UnusedParam { param: String },
+    #[error("the gradient of `{param}` is not a sum over the data-parallel ranks: its use does not depend on the batch")]
+    NotOverData { param: String },
+    #[error("a gradient of the shared parameter `{param}` is made in a layer that does not use it")]
+    StrayGradient { param: String },
+    #[error("routed value `{value}` cannot change its sharding, only be reduced")]
+    Routed { value: String },
+    #[error("the plan names {found} layers, the graph has {layers}")]
+    LayerCount { layers: u32, found: usize },
+    #[error("layer {layer} uses option {option}, but the plan has {options}")]
+    Option { layer: u32, option: u32, options: usize },
+    #[error("stage {stage} begins with layer {found}, expected {expected}; stages must follow one another and cover all layers")]
+    Stages { stage: usize, expected: u32, found: u32 },
+    #[error("the plan's micro-batch is {plan} sequences over all data-parallel ranks, the graph's is {graph}")]
+    Batch { plan: u64, graph: u64 },
+    #[error("{what} is 0, expected at least 1")]
+    Zero { what: &'static str },
+    #[error("dp {dp} and tp {tp} need more mesh axes than there are")]
+    MeshTooDeep { dp: u64, tp: u64 },
+    #[error("ZeRO stage {found}, expected 0 to 3")]
+    ZeroStage { found: u8 },
+    #[error("the homes of tied parameter `{param}` have different ZeRO stages")]
+    TiedZero { param: String },
+    #[error("`{first}` and `{second}` are both used by several layers; one such parameter is supported")]
+    SeveralTied { first: String, second: String },
+}

@@ -1,0 +1,19 @@
+//! From a plan to programs, in two steps that share their choices.
+//!
+//! ```text
+//! graph + plan ──(layer by layer)──▶ Fragment … ──concatenate──▶ Sharded
+//!                                       │
+//!                                       └─buffers, segments, events──▶ Program
+//! ```
+//! A [`Fragment`] is one layer, sharded: its statements for both passes, and where each form's bytes are. What a layer costs and needs follows from its
+//! fragment alone, so the planner prices a strategy with the very statements that will run.
+
+mod error;
+mod fragment;
+mod keep;
+mod layer;
+mod shard;
+
+pub use error::LowerError;
+pub use fragment::{BucketMember, Fragment, FragmentBucket, Storage};
+pub use shard::{Sharder, plan_padding, shard, shard_layer};

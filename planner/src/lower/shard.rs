@@ -1,0 +1,351 @@
+//! Sharding of a graph by a plan: what is known of the whole graph, and the layers one after the other.
+
+use super::LowerError;
+use super::fragment::Fragment;
+use super::layer::shard_one;
+use crate::padding;
+use dplan_ir::entity::{DimId, FormId, NodeId, ParamId, Table, ValueId};
+use dplan_ir::extent::node_rule;
+use dplan_ir::graph::{Graph, Node, Phase};
+use dplan_ir::mesh::{AxisSet, MAX_AXES, Mesh};
+use dplan_ir::op::Op;
+use dplan_ir::plan::{LayerPlan, Plan};
+use dplan_ir::sharded::{Sharded, Stmt};
+use dplan_ir::sharding::{Padded, Sharding};
+use std::ops::Range;
+
+/// A differentiated graph and what all layers share, ready to shard any of its layers in any way.
+#[derive(Clone, Debug)]
+pub struct Sharder<'a> {
+    pub graph: &'a Graph,
+    pub mesh: Mesh,
+    pub padded: Padded,
+    /// Dim of every layer boundary that the tensor-parallel axes shard.
+    pub boundary: Option<u32>,
+    /// Forward and backward nodes of each layer; both are runs of consecutive nodes.
+    spans: Vec<[Range<u32>; 2]>,
+    /// The value that each layer but the last hands to the next.
+    crossing: Vec<ValueId>,
+    /// Layers that use each parameter, ascending.
+    homes: Table<ParamId, Vec<u32>>,
+    /// For each `Add` of cotangents, the value whose cotangent it is part of.
+    sums: Table<NodeId, Option<ValueId>>,
+}
+
+impl<'a> Sharder<'a> {
+    /// # Errors
+    /// If the graph has no backward pass, or its layers do not hand over one value each.
+    pub fn new(graph: &'a Graph, mesh: Mesh, padded: Padded, boundary: Option<u32>) -> Result<Sharder<'a>, LowerError> {
+        if !graph.is_differentiated() {
+            return Err(LowerError::NotDifferentiated);
+        }
+        let spans = spans(graph);
+        let crossing = crossing(graph, spans.len() as u32)?;
+        Ok(Sharder { graph, mesh, padded, boundary, spans, crossing, homes: homes(graph)?, sums: sums(graph) })
+    }
+
+    /// As a plan has it.
+    ///
+    /// # Errors
+    /// As [`Sharder::new`], or a plan whose layers or strategies are not the graph's.
+    pub fn of_plan(graph: &'a Graph, plan: &Plan) -> Result<Sharder<'a>, LowerError> {
+        check(graph, plan)?;
+        let mesh = Mesh::new(plan.dp, plan.tp);
+        let padded = plan_padding(graph, &mesh, plan)?;
+        Sharder::new(graph, mesh, padded, plan.boundary)
+    }
+
+    pub fn layers(&self) -> u32 {
+        self.spans.len() as u32
+    }
+    /// The value that `layer` hands to the next.
+    pub fn output(&self, layer: u32) -> Option<ValueId> {
+        self.crossing.get(layer as usize).copied()
+    }
+    /// The value that `layer` is handed by the one before.
+    pub fn input(&self, layer: u32) -> Option<ValueId> {
+        layer.checked_sub(1).and_then(|before| self.output(before))
+    }
+    /// Layers that use a parameter, ascending.
+    pub fn homes(&self, param: ParamId) -> &[u32] {
+        &self.homes[param]
+    }
+    pub(super) fn forward(&self, layer: u32) -> impl Iterator<Item = (NodeId, &'a Node)> + use<'a> {
+        self.nodes(self.spans[layer as usize][0].clone())
+    }
+    pub(super) fn backward(&self, layer: u32) -> impl Iterator<Item = (NodeId, &'a Node)> + use<'a> {
+        self.nodes(self.spans[layer as usize][1].clone())
+    }
+    /// Place of a forward node in its layer's strategy.
+    pub(super) fn strategy_index(&self, node: NodeId) -> usize {
+        let layer = self.graph.nodes[node].layer;
+        (node.0 - self.spans[layer as usize][0].start) as usize
+    }
+    pub(super) fn sum_of(&self, node: NodeId) -> Option<ValueId> {
+        self.sums[node]
+    }
+    fn nodes(&self, span: Range<u32>) -> impl Iterator<Item = (NodeId, &'a Node)> + use<'a> {
+        let graph = self.graph;
+        span.map(move |n| (NodeId(n), &graph.nodes[NodeId(n)]))
+    }
+
+    /// How a value crosses from one layer to another: its batch split over data-parallel ranks, one dim over all tensor-parallel ranks or none.
+    ///
+    /// # Errors
+    /// If the value has no such dim, or its size does not divide.
+    pub fn boundary_sharding(&self, value: ValueId) -> Result<Sharding, LowerError> {
+        let info = &self.graph.values[value];
+        let batch = |&d: &DimId| if Some(d) == self.graph.batch { self.mesh.dp() } else { AxisSet::EMPTY };
+        let mut dims: Vec<AxisSet> = info.ty.dims.iter().map(batch).collect();
+        if let Some(at) = self.boundary.or(info.ty.dims.is_empty().then_some(0)) {
+            let dim = dims.get_mut(at as usize).ok_or_else(|| LowerError::BoundaryDim { value: info.name.clone(), dim: at })?;
+            *dim = dim.union(self.mesh.tp());
+        }
+        let sharding = Sharding::of_dims(dims);
+        self.divides(value, &sharding)?;
+        Ok(sharding)
+    }
+
+    /// Whether every dim of `value` divides under `sharding`.
+    pub(super) fn divides(&self, value: ValueId, sharding: &Sharding) -> Result<(), LowerError> {
+        let info = &self.graph.values[value];
+        for (&dim, &axes) in info.ty.dims.iter().zip(&sharding.dims) {
+            let (size, ways) = (self.padded.size(dim), self.mesh.size(axes));
+            if size % ways != 0 {
+                let dim = self.graph.dims[dim].name.clone();
+                return Err(LowerError::Indivisible { dim, value: info.name.clone(), size, ways });
+            }
+        }
+        Ok(())
+    }
+
+    /// One layer, sharded.
+    ///
+    /// # Errors
+    /// A strategy that the layer's ops do not allow.
+    pub fn layer(&self, layer: u32, plan: &LayerPlan) -> Result<Fragment, LowerError> {
+        shard_one(self, layer, plan)
+    }
+}
+
+/// One layer of a differentiated graph, sharded. Use a [`Sharder`] for more than one.
+///
+/// # Errors
+/// As [`Sharder::new`] and [`Sharder::layer`].
+pub fn shard_layer(graph: &Graph, layer: u32, plan: &LayerPlan, boundary: Option<u32>, mesh: &Mesh, padded: &Padded) -> Result<Fragment, LowerError> {
+    Sharder::new(graph, mesh.clone(), padded.clone(), boundary)?.layer(layer, plan)
+}
+
+/// The whole graph, sharded as the plan says: forward passes of all layers, then backward passes from the last layer to the first.
+///
+/// # Errors
+/// A plan that does not fit the graph, or a strategy that an op does not allow.
+pub fn shard(graph: &Graph, plan: &Plan) -> Result<Sharded, LowerError> {
+    let sharder = Sharder::of_plan(graph, plan)?;
+    let fragments = (0..sharder.layers()).map(|l| sharder.layer(l, plan.layer(l))).collect::<Result<Vec<_>, _>>()?;
+    Ok(concatenate(&sharder, &fragments))
+}
+
+/// Sizes under which every sharding of the plan divides.
+///
+/// # Errors
+/// If a layer's strategy does not have one assignment per forward node.
+pub fn plan_padding(graph: &Graph, mesh: &Mesh, plan: &Plan) -> Result<Padded, LowerError> {
+    let mut uses: Vec<(DimId, AxisSet)> = Vec::new();
+    let mut seen = Vec::new();
+    for (at, layer) in spans(graph).into_iter().enumerate() {
+        let strategy = &plan.layer(at as u32).strategy;
+        let nodes = layer[0].len();
+        if strategy.len() != nodes {
+            return Err(LowerError::Strategy { layer: at as u32, nodes, found: strategy.len() });
+        }
+        for (node, assignment) in layer[0].clone().zip(strategy) {
+            if assignment.0.is_empty() {
+                continue;
+            }
+            let node = &graph.nodes[NodeId(node)];
+            let rule = node_rule(graph, node);
+            let sides = rule.ins.iter().chain(rule.outs.iter().map(|(l, _)| l)).zip(node.inputs.iter().chain(&node.outputs));
+            for (labels, &value) in sides {
+                uses.extend(labels.iter().zip(&graph.values[value].ty.dims).map(|(&l, &d)| (d, assignment.axes(l))).filter(|(_, a)| !a.is_empty()));
+            }
+        }
+        // Few distinct uses, many layers.
+        seen.append(&mut uses);
+        seen.sort_unstable();
+        seen.dedup();
+    }
+    if let Some(at) = plan.boundary {
+        seen.extend(graph.boundaries().iter().filter_map(|&v| graph.values[v].ty.dims.get(at as usize)).map(|&d| (d, mesh.tp())));
+    }
+    Ok(padding::padded(graph, mesh, seen))
+}
+
+/// Whether the plan's numbers fit together and fit the graph.
+fn check(graph: &Graph, plan: &Plan) -> Result<(), LowerError> {
+    for (what, n) in [("dp", plan.dp), ("tp", plan.tp), ("micro_batch", plan.micro_batch), ("micro_batches", plan.micro_batches)] {
+        if n == 0 {
+            return Err(LowerError::Zero { what });
+        }
+    }
+    // An axis is a prime factor, so at least 2.
+    if Mesh::new(plan.dp, plan.tp).axes.len() > MAX_AXES {
+        return Err(LowerError::MeshTooDeep { dp: plan.dp, tp: plan.tp });
+    }
+    let layers = graph.layer_count();
+    if plan.layers.len() != layers as usize {
+        return Err(LowerError::LayerCount { layers, found: plan.layers.len() });
+    }
+    for (layer, &option) in plan.layers.iter().enumerate() {
+        match plan.options.get(option as usize) {
+            None => return Err(LowerError::Option { layer: layer as u32, option, options: plan.options.len() }),
+            Some(o) if o.zero.0 > 3 => return Err(LowerError::ZeroStage { found: o.zero.0 }),
+            Some(_) => {}
+        }
+    }
+    let mut expected = 0;
+    for (stage, s) in plan.stages.iter().enumerate() {
+        if s.first != expected || s.last < s.first {
+            return Err(LowerError::Stages { stage, expected, found: s.first });
+        }
+        expected = s.last + 1;
+    }
+    if expected != layers {
+        return Err(LowerError::Stages { stage: plan.stages.len(), expected, found: layers });
+    }
+    match graph.batch.map(|b| graph.size(b)) {
+        Some(size) if size != plan.dp * plan.micro_batch => Err(LowerError::Batch { plan: plan.dp * plan.micro_batch, graph: size }),
+        _ => Ok(()),
+    }
+}
+
+/// Nodes of each layer: forward nodes come first and go up through the layers, backward nodes come down.
+fn spans(graph: &Graph) -> Vec<[Range<u32>; 2]> {
+    let mut spans = vec![[0..0, 0..0]; graph.layer_count() as usize];
+    for (id, node) in graph.nodes.iter() {
+        let span = &mut spans[node.layer as usize][usize::from(node.phase != Phase::Forward)];
+        if span.start == span.end {
+            span.start = id.0;
+        }
+        span.end = id.0 + 1;
+    }
+    spans
+}
+
+fn crossing(graph: &Graph, layers: u32) -> Result<Vec<ValueId>, LowerError> {
+    let mut crossing: Vec<Option<ValueId>> = vec![None; layers.saturating_sub(1) as usize];
+    for node in graph.nodes.values().filter(|n| n.phase == Phase::Forward) {
+        for &input in &node.inputs {
+            let Some(from) = graph.producer(input).map(|p| graph.nodes[p].layer) else { continue };
+            if from < node.layer {
+                let slot = &mut crossing[from as usize];
+                if from + 1 != node.layer || slot.is_some_and(|v| v != input) {
+                    return Err(LowerError::Crossing { layer: from });
+                }
+                *slot = Some(input);
+            }
+        }
+    }
+    let crossing: Vec<ValueId> =
+        crossing.into_iter().enumerate().map(|(l, v)| v.ok_or(LowerError::Crossing { layer: l as u32 })).collect::<Result<_, _>>()?;
+    for node in graph.nodes.values().filter(|n| n.phase == Phase::Forward) {
+        if let Some(value) = crossing.get(node.layer as usize)
+            && node.inputs.contains(value)
+        {
+            return Err(LowerError::BoundaryReused { value: graph.values[*value].name.clone(), layer: node.layer });
+        }
+    }
+    Ok(crossing)
+}
+
+fn homes(graph: &Graph) -> Result<Table<ParamId, Vec<u32>>, LowerError> {
+    let mut homes: Table<ParamId, Vec<u32>> = Table::filled(graph.params.len(), Vec::new());
+    for node in graph.nodes.values().filter(|n| n.phase == Phase::Forward) {
+        for param in node.inputs.iter().filter_map(|&v| graph.param_of(v)) {
+            if homes[param].last() != Some(&node.layer) {
+                homes[param].push(node.layer);
+            }
+        }
+    }
+    let name = |p: ParamId| graph.values[graph.params[p].value].name.clone();
+    if let Some((param, _)) = homes.iter().find(|(_, h)| h.is_empty()) {
+        return Err(LowerError::UnusedParam { param: name(param) });
+    }
+    let tied: Vec<ParamId> = homes.iter().filter(|(_, h)| h.len() > 1).map(|(p, _)| p).collect();
+    if let [first, second, ..] = tied[..] {
+        return Err(LowerError::SeveralTied { first: name(first), second: name(second) });
+    }
+    Ok(homes)
+}
+
+/// The `Add` chains that sum cotangents, found from their ends: the cotangent of a value, and on through first operands of the same origin.
+fn sums(graph: &Graph) -> Table<NodeId, Option<ValueId>> {
+    let mut sums = Table::filled(graph.nodes.len(), None);
+    let adder = |value: ValueId| {
+        let node = graph.producer(value)?;
+        (graph.nodes[node].op == Op::Add && graph.nodes[node].phase != Phase::Forward).then_some(node)
+    };
+    // A value that passes its cotangent on unchanged shares its chain with others: the chain is of the value that its origin defines.
+    for defined in [true, false] {
+        for (value, cotangent) in graph.cotangents.iter() {
+            let mut next = cotangent.and_then(adder);
+            while let Some(node) = next.filter(|&n| sums[n].is_none()) {
+                let origin = graph.nodes[node].origin;
+                if defined && graph.producer(value) != Some(origin) {
+                    break;
+                }
+                sums[node] = Some(value);
+                next = adder(graph.nodes[node].inputs[0]).filter(|&n| graph.nodes[n].origin == origin);
+            }
+        }
+    }
+    sums
+}
+
+/// Puts fragments together: forms that two layers share, and parameters, become one.
+fn concatenate(sharder: &Sharder<'_>, fragments: &[Fragment]) -> Sharded {
+    let mut sharded = Sharded { mesh: sharder.mesh.clone(), padded: sharder.padded.clone(), ..Sharded::default() };
+    let mut params: Table<ParamId, Option<FormId>> = Table::filled(sharder.graph.params.len(), None);
+    let mut names: Vec<Table<FormId, Option<FormId>>> = fragments.iter().map(|f| Table::filled(f.forms.len(), None)).collect();
+    let rename = |stmts: &[Stmt], names: &Table<FormId, Option<FormId>>| -> Vec<Stmt> {
+        let new = |f: &FormId| names[*f].unwrap_or(*f);
+        let all = |fs: &[FormId]| fs.iter().map(new).collect::<Vec<_>>();
+        stmts
+            .iter()
+            .map(|stmt| match stmt {
+                Stmt::Run { node, assignment, ins, outs } => {
+                    Stmt::Run { node: *node, assignment: assignment.clone(), ins: all(ins), outs: all(outs) }
+                }
+                Stmt::Reshard { from, to, step, layer, pass } => {
+                    Stmt::Reshard { from: new(from), to: new(to), step: *step, layer: *layer, pass: *pass }
+                }
+            })
+            .collect()
+    };
+    for (at, fragment) in fragments.iter().enumerate() {
+        // The cotangent that a layer is handed is the one that the next layer makes.
+        for (id, form) in fragment.forms.iter().filter(|&(id, _)| fragment.cotangent_in != Some(id)) {
+            let shared = match fragment.input {
+                Some(input) if input == id && at > 0 => fragments[at - 1].output.and_then(|o| names[at - 1][o]),
+                _ => sharder.graph.param_of(form.value).and_then(|p| params[p]),
+            };
+            let new = shared.unwrap_or_else(|| sharded.forms.push(form.clone()));
+            names[at][id] = Some(new);
+            if let Some(param) = sharder.graph.param_of(form.value) {
+                params[param] = Some(new);
+            }
+        }
+    }
+    for at in 0..fragments.len().saturating_sub(1) {
+        if let (Some(to), Some(from)) = (fragments[at].cotangent_in, fragments[at + 1].cotangent_out) {
+            names[at][to] = names[at + 1][from];
+        }
+    }
+    for (fragment, names) in fragments.iter().zip(&names) {
+        sharded.body.extend(rename(&fragment.forward, names));
+    }
+    for (fragment, names) in fragments.iter().zip(&names).rev() {
+        sharded.body.extend(rename(&fragment.backward, names));
+    }
+    sharded
+}

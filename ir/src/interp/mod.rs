@@ -5,6 +5,7 @@
 
 pub mod graph;
 pub mod op;
+pub mod sharded;
 pub mod tensor;
 
 pub use tensor::Tensor;

@@ -2,3 +2,4 @@
 //! file that a person edited it is that person's.
 
 pub mod report;
+pub mod sharded;

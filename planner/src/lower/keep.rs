@@ -39,7 +39,7 @@ pub(super) fn settle(layer: &mut Layer<'_, '_>) -> Result<(), LowerError> {
         }
         layer.push(stmt);
     }
-    own_copies(layer, &keep)?;
+    copy_output(layer, &keep)?;
     layer.fragment.storage = storage(layer, &keep);
     Ok(())
 }
@@ -107,17 +107,13 @@ impl Keep {
     }
 }
 
-/// What a layer hands over leaves with the layer's pass. Where it has to stay as well, or was itself handed over, the neighbour gets a copy.
-fn own_copies(layer: &mut Layer<'_, '_>, keep: &Keep) -> Result<(), LowerError> {
+/// What a layer hands over leaves with the layer's pass; where it has to stay as well, the next layer gets a copy.
+fn copy_output(layer: &mut Layer<'_, '_>, keep: &Keep) -> Result<(), LowerError> {
     // A slice over no axes.
     let copy = Step::Slice { axes: AxisSet::EMPTY, dim: 0 };
     if let Some(output) = layer.fragment.output.filter(|f| keep.kept.contains(f)) {
         layer.set_pass(Pass::Forward);
         layer.fragment.output = Some(layer.step(output, copy)?);
-    }
-    if let Some(out) = layer.fragment.cotangent_out.filter(|f| layer.fragment.cotangent_in == Some(*f)) {
-        layer.set_pass(Pass::Backward);
-        layer.fragment.cotangent_out = Some(layer.step(out, copy)?);
     }
     Ok(())
 }

@@ -285,13 +285,15 @@ fn sums(graph: &Graph) -> Table<NodeId, Option<ValueId>> {
         let node = graph.producer(value)?;
         (graph.nodes[node].op == Op::Add && graph.nodes[node].phase != Phase::Forward).then_some(node)
     };
-    // A value that passes its cotangent on unchanged shares its chain with others: the chain is of the value that its origin defines.
+    // A value that passes its cotangent on unchanged shares its chain with others: the chain is of the value that its origin defines, or, summed for an
+    // earlier layer, uses.
     for defined in [true, false] {
         for (value, cotangent) in graph.cotangents.iter() {
             let mut next = cotangent.and_then(adder);
             while let Some(node) = next.filter(|&n| sums[n].is_none()) {
                 let origin = graph.nodes[node].origin;
-                if defined && graph.producer(value) != Some(origin) {
+                let belongs = if defined { graph.producer(value) == Some(origin) } else { graph.nodes[origin].inputs.contains(&value) };
+                if !belongs {
                     break;
                 }
                 sums[node] = Some(value);

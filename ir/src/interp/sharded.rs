@@ -1,0 +1,148 @@
+//! A sharded graph, on all ranks of its mesh at once.
+//!
+//! Every form is a tensor per rank. Ops run on each rank's blocks; reshard steps are the collectives of their definition, members in group order.
+
+use crate::dtype::DType;
+use crate::entity::{FormId, ParamId, Table, ValueId};
+use crate::extent::{Seat, context};
+use crate::graph::{Def, Graph, Layout};
+use crate::interp::{Tensor, op};
+use crate::mesh::{AxisSet, Mesh};
+use crate::reshard::{Step, steps};
+use crate::sharded::{Sharded, Stmt};
+use crate::sharding::{LocalType, Monoid, Padded, Sharding, local_type};
+
+/// Every form of one run: one tensor per rank.
+#[derive(Clone, PartialEq, Debug)]
+pub struct ShardedRun {
+    pub forms: Table<FormId, Vec<Tensor>>,
+}
+
+impl ShardedRun {
+    /// Runs a sharded graph for one micro-batch, given whole parameters and inputs.
+    ///
+    /// # Panics
+    /// If the sharded graph does not verify, or parameters and inputs are not of the shapes the graph says.
+    pub fn new(graph: &Graph, sharded: &Sharded, params: &Table<ParamId, Tensor>, inputs: &[Tensor], inv_tokens: f64) -> ShardedRun {
+        let (mesh, padded) = (&sharded.mesh, &sharded.padded);
+        let ranks = mesh.ranks();
+        let given = |value: ValueId| match graph.values[value].def {
+            Def::Param(p) => Some(&params[p]),
+            Def::Input => graph.inputs.iter().position(|&v| v == value).map(|at| &inputs[at]),
+            Def::Node(..) => None,
+        };
+        let forms = sharded.forms.map(|_, form| match given(form.value) {
+            Some(whole) => (0..ranks).map(|r| block(&pad(whole, graph, form.value, padded), &form.sharding, mesh, r)).collect(),
+            None => Vec::new(),
+        });
+        let mut run = ShardedRun { forms };
+        for stmt in &sharded.body {
+            match stmt {
+                Stmt::Run { node, ins, outs, .. } => {
+                    let node = &graph.nodes[*node];
+                    let shardings = |forms: &[FormId]| forms.iter().map(|&f| &sharded.forms[f].sharding).collect::<Vec<_>>();
+                    for local_rank in 0..ranks {
+                        let seat = Seat { mesh, padded, local_rank };
+                        let ctx = context(graph, node, &shardings(ins), &shardings(outs), seat, inv_tokens);
+                        let blocks: Vec<&Tensor> = ins.iter().map(|&f| &run.forms[f][local_rank as usize]).collect();
+                        let types: Vec<LocalType> = outs.iter().map(|&f| form_type(graph, sharded, f)).collect();
+                        let results = op::eval(&node.op, &ctx, &blocks, &types);
+                        outs.iter().zip(results).for_each(|(&f, result)| run.forms[f].push(result));
+                    }
+                }
+                Stmt::Reshard { from, to, step, .. } => run.forms[*to] = apply(step, &run.forms[*from], mesh),
+            }
+        }
+        run
+    }
+
+    /// The value that a form stands for, put together from all ranks' blocks, without padding; on every rank. The reference for tests: all are equal to
+    /// the value itself. None for routed values, whose rows are packed.
+    pub fn whole(&self, graph: &Graph, sharded: &Sharded, form: FormId) -> Option<Vec<Tensor>> {
+        let of = &sharded.forms[form];
+        if graph.values[of.value].ty.layout != Layout::Dense {
+            return None;
+        }
+        let whole = Sharding::replicated(of.sharding.dims.len());
+        let blocks = steps(&of.sharding, &whole).iter().fold(self.forms[form].clone(), |blocks, step| apply(step, &blocks, &sharded.mesh));
+        let shape = graph.shape(of.value);
+        Some(blocks.iter().map(|t| Tensor::from_fn(&shape, |index| t.data[t.at(index)])).collect())
+    }
+}
+
+/// A reshard step on the blocks of all ranks.
+pub fn apply(step: &Step, blocks: &[Tensor], mesh: &Mesh) -> Vec<Tensor> {
+    let members = |rank: usize, axes: AxisSet| mesh.group(rank as u64, axes).into_iter().map(|m| &blocks[m as usize]).collect::<Vec<_>>();
+    let position = |rank: usize, axes: AxisSet| mesh.position(rank as u64, axes);
+    let on_rank = |rank: usize| match *step {
+        Step::AllReduce { axes, monoid } => reduce(&members(rank, axes), monoid),
+        Step::ReduceScatter { axes, dim, monoid } => {
+            narrow(&reduce(&members(rank, axes), monoid), dim as usize, position(rank, axes), mesh.size(axes))
+        }
+        Step::AllGather { axes, dim } => concat(&members(rank, axes), dim as usize),
+        Step::Slice { axes, .. } if axes.is_empty() => blocks[rank].clone(),
+        Step::Slice { axes, dim } => narrow(&blocks[rank], dim as usize, position(rank, axes), mesh.size(axes)),
+    };
+    (0..blocks.len()).map(on_rank).collect()
+}
+
+/// `a ⊕ b` of a monoid.
+pub fn combine(monoid: Monoid, a: f64, b: f64) -> f64 {
+    match monoid {
+        Monoid::Sum => a + b,
+        Monoid::Max => a.max(b),
+        Monoid::LogSumExp => {
+            let max = a.max(b);
+            if max == f64::NEG_INFINITY { max } else { max + ((a - max).exp() + (b - max).exp()).ln() }
+        }
+    }
+}
+
+/// A whole tensor with the dims of `value` filled up with zeros to their padded sizes.
+pub fn pad(whole: &Tensor, graph: &Graph, value: ValueId, padded: &Padded) -> Tensor {
+    let dims: Vec<u64> = graph.values[value].ty.dims.iter().map(|&d| padded.size(d)).collect();
+    let inside = |index: &[u64]| index.iter().zip(&whole.dims).all(|(i, n)| i < n);
+    Tensor::from_fn(&dims, |index| if inside(index) { whole.data[whole.at(index)] } else { 0.0 })
+}
+
+/// One rank's block of a padded tensor.
+pub fn block(padded: &Tensor, sharding: &Sharding, mesh: &Mesh, rank: u64) -> Tensor {
+    let cut = |tensor: Tensor, (dim, &axes): (usize, &AxisSet)| match axes.is_empty() {
+        true => tensor,
+        false => narrow(&tensor, dim, mesh.position(rank, axes), mesh.size(axes)),
+    };
+    sharding.dims.iter().enumerate().fold(padded.clone(), cut)
+}
+
+fn form_type(graph: &Graph, sharded: &Sharded, form: FormId) -> LocalType {
+    let of = &sharded.forms[form];
+    LocalType { dtype: DType::F64, ..local_type(&graph.values[of.value].ty, &of.sharding, &sharded.padded, &sharded.mesh) }
+}
+
+fn reduce(members: &[&Tensor], monoid: Monoid) -> Tensor {
+    members[1..].iter().fold(members[0].clone(), |sum, next| sum.zip(next, |a, b| combine(monoid, a, b)))
+}
+
+/// Block `at` of `ways` equal ones of a dim.
+fn narrow(tensor: &Tensor, dim: usize, at: u64, ways: u64) -> Tensor {
+    let mut dims = tensor.dims.clone();
+    dims[dim] /= ways;
+    let start = at * dims[dim];
+    Tensor::from_fn(&dims, |index| {
+        let mut index = index.to_vec();
+        index[dim] += start;
+        tensor.data[tensor.at(&index)]
+    })
+}
+
+fn concat(members: &[&Tensor], dim: usize) -> Tensor {
+    let each = members[0].dims[dim];
+    let mut dims = members[0].dims.clone();
+    dims[dim] *= members.len() as u64;
+    Tensor::from_fn(&dims, |index| {
+        let mut index = index.to_vec();
+        let member = members[(index[dim] / each) as usize];
+        index[dim] %= each;
+        member.data[member.at(&index)]
+    })
+}

@@ -1,9 +1,19 @@
 //! Which program to run: the same input always gives the same plan. No I/O, no clock, no threads.
 
+pub mod bound;
 pub mod cost;
 pub mod lower;
 pub mod machine;
 pub mod memory;
+pub mod menu;
+pub mod objective;
 pub mod options;
 pub mod padding;
+pub mod pins;
+pub mod prices;
+pub mod problem;
+pub mod search;
+pub mod space;
+pub mod stage;
+pub mod stages;
 pub mod units;

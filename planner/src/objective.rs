@@ -1,0 +1,212 @@
+//! The objective: one function of a plan, in whole nanoseconds, and how each layer adds to it.
+//!
+//! ```text
+//! T = Σ_s t_s + (m − 1) · max_s t_s + max_s e_s + c
+//! t_s = Σ_layers t(option, zero) + messages over the border to stage s + 1, both ways
+//! e_s = Σ_layers e(option, zero)
+//! ```
+//! with `m` micro-batches. `t` is what a micro-batch costs, `e` what the end of the step costs, `c` the reduction of loss and gradient norm.
+//! The sum with the slowest stage bounds the longest path through the one-forward-one-backward schedule from above, and is that path when stages are balanced;
+//! `max_s (Σ_{i<s} t_i + m · t_s)`, messages left out of the last term, bounds it from below ([`crate::simulate`] has the path itself, tests compare).
+//!
+//! Of one layer with forward `f` and backward `b`, parameters `P` and gradients `G` (bytes of its buckets on one rank), over the data-parallel ranks:
+//!
+//! ```text
+//! t = f + b                                                            ZeRO 0, 1
+//! t = f + (b ∥ scatter(G)) + add(G/dp)                                 ZeRO 2
+//! t = (f ∥ gather(P)) + (b ∥ gather(P) + scatter(G)) + add(G/dp)       ZeRO 3
+//! e = (b ∥ reduce(G)) − b + update                                     ZeRO 0
+//! e = (b ∥ scatter(G) + rest(G/dp)) − b + (update ∥ gather(P))         ZeRO 1
+//! e = rest(G/dp) + (update ∥ gather(P))                                ZeRO 2
+//! e = rest(G/dp) + update                                              ZeRO 3
+//! ```
+//! `rest` sums what tensor parallelism left partial; `update` streams gradients, states and parameters through memory, once more for the norm.
+//! `x ∥ y = max(x, y) + 20 % · min(x, y)`: traffic beside compute is never free. A layer hides its own traffic and no more, so terms add up whatever the
+//! neighbours do, and a stage is a bag of layers.
+//!
+//! A parameter tied over several layers is synchronised and updated once in a stage, and all-reduced over its stages if these are several.
+
+use crate::memory::{BucketSize, LayerBytes, StateTypes, bucket_elems, in_pieces, ring_bytes, state_bytes};
+use crate::prices::Prices;
+use crate::units::Nanos;
+use dplan_ir::mesh::{AxisSet, Mesh};
+use dplan_ir::plan::{Clip, Zero};
+use dplan_ir::program::{Pattern, Role};
+
+/// Part of hidden traffic that still costs time: copies and reductions of a collective take memory bandwidth and cores from the compute they overlap.
+/// Allowance, in percent: Hetu-Galvatron's profiles of NCCL beside compute have coefficients of 1.1 to 1.3.
+pub const INTERFERENCE_PERCENT: u64 = 20;
+
+/// Time of compute and traffic issued side by side.
+pub fn beside(compute: u64, traffic: u64) -> u64 {
+    compute.max(traffic) + (compute.min(traffic) * INTERFERENCE_PERCENT).div_ceil(100)
+}
+
+/// The parts of the objective that a stage decides.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct StageTime {
+    /// Of one micro-batch, messages to the next stage included.
+    pub time: u64,
+    /// Of the end of a step.
+    pub end: u64,
+}
+
+/// The objective of a plan with these stages.
+pub fn total(stages: &[StageTime], micro_batches: u64, constant: u64) -> u64 {
+    let slowest = stages.iter().map(|s| s.time).max().unwrap_or(0);
+    let end = stages.iter().map(|s| s.end).max().unwrap_or(0);
+    stages.iter().map(|s| s.time).sum::<u64>() + (micro_batches - 1) * slowest + end + constant
+}
+
+/// What all layers of a tuple share.
+pub struct Terms<'a> {
+    pub prices: &'a dyn Prices,
+    /// `dp × tp`.
+    pub mesh: &'a Mesh,
+    pub types: StateTypes,
+    pub clip: Clip,
+    /// Stages that the homes of a tied parameter are on, where they are not on one.
+    pub homes: u64,
+}
+
+/// How the homes of a tied parameter lie, as seen from one of them.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Home {
+    /// All on this stage, and this is the first; or the layer has no tied parameter.
+    Together,
+    /// An earlier layer of this stage is one.
+    Repeated,
+    /// Some are on other stages; this is the first here.
+    Apart,
+}
+
+impl Home {
+    pub const ALL: [Home; 3] = [Home::Together, Home::Repeated, Home::Apart];
+}
+
+/// What a layer adds to its stage: times and bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct LayerTerms {
+    /// Nanoseconds of each micro-batch.
+    pub time: u64,
+    /// Nanoseconds at the end of a step.
+    pub end: u64,
+    /// Bytes of parameters, gradients and optimizer states.
+    pub states: u64,
+    /// Bytes of two turns of the ring.
+    pub ring: u64,
+}
+
+/// Traffic, streaming and states of a layer's buckets, whatever its compute takes.
+#[derive(Clone, Copy, Debug)]
+pub struct LayerSync {
+    zero: Zero,
+    every: Sync,
+    once: Sync,
+    states: u64,
+    ring: u64,
+}
+
+/// Nanoseconds of a group of buckets.
+#[derive(Clone, Copy, Debug, Default)]
+struct Sync {
+    /// Gathering parameters once, over data-parallel ranks.
+    gather: u64,
+    /// Reducing gradients over data-parallel ranks: scatter or all-reduce, by ZeRO stage.
+    reduce: u64,
+    /// Reducing what the tensor-parallel axes left partial, after a scatter, and what other stages hold.
+    rest: u64,
+    /// Adding a scattered piece to the gradients.
+    add: u64,
+    update: u64,
+}
+
+impl LayerSync {
+    /// What a layer with these buckets adds, if its passes take so long.
+    pub fn terms(&self, forward: Nanos, backward: Nanos) -> LayerTerms {
+        let (f, b, every, once) = (forward.0, backward.0, &self.every, &self.once);
+        let (time, end) = match self.zero.0 {
+            0 => (f + b, beside(b, once.reduce + once.rest) - b + once.update),
+            1 => (f + b, beside(b, once.reduce + once.rest) - b + beside(once.update, once.gather)),
+            2 => (f + beside(b, every.reduce) + every.add, once.rest + beside(once.update, once.gather)),
+            _ => (beside(f, every.gather) + beside(b, every.gather + every.reduce) + every.add, once.rest + once.update),
+        };
+        LayerTerms { time, end, states: self.states, ring: self.ring }
+    }
+
+    /// Nanoseconds of the optimizer's own work.
+    pub fn update(&self) -> u64 {
+        self.once.update
+    }
+}
+
+impl Terms<'_> {
+    /// What does not depend on how long a layer computes.
+    pub fn sync(&self, bytes: &LayerBytes, zero: Zero, home: Home) -> LayerSync {
+        let dp = self.mesh.size(self.mesh.dp());
+        // Every use of a tied parameter has its per-micro-batch traffic; the end of the step and the states come once in a stage.
+        let counted = |bucket: &&BucketSize| home != Home::Repeated || !bucket.tied;
+        LayerSync {
+            zero,
+            every: bytes.buckets.iter().fold(Sync::default(), |sum, bucket| self.bucket(sum, bucket, zero, home)),
+            once: bytes.buckets.iter().filter(counted).fold(Sync::default(), |sum, bucket| self.bucket(sum, bucket, zero, home)),
+            states: bytes.buckets.iter().filter(counted).map(|b| state_bytes(b.elems, dp, zero, self.types)).sum(),
+            ring: 2 * ring_bytes(bytes, dp, zero, self.types),
+        }
+    }
+
+    /// Adds a bucket's traffic to a sum.
+    fn bucket(&self, sum: Sync, bucket: &BucketSize, zero: Zero, home: Home) -> Sync {
+        let data = self.mesh.dp();
+        let dp = self.mesh.size(data);
+        let whole = bucket_elems(bucket.elems, dp);
+        let bytes = |role: Role| whole * self.types.dtype(role).size();
+        let grads = bytes(Role::Grad);
+        let kept = if zero.0 >= 1 { grads / dp } else { grads };
+        let over = |axes, pattern, bytes| self.prices.collective(self.mesh, axes, pattern, bytes).0;
+        let (reduce, mut rest) = if zero.0 == 0 {
+            (over(data.union(bucket.partial), Pattern::AllReduce, grads), 0)
+        } else {
+            (over(data, Pattern::ReduceScatter, grads), over(bucket.partial, Pattern::AllReduce, kept))
+        };
+        if bucket.tied && home == Home::Apart {
+            rest += self.prices.across_stages(self.mesh, AxisSet::EMPTY, self.homes, kept).0;
+        }
+        let (add, clear) = if zero.0 >= 2 { (self.prices.sweep(3 * kept).0, kept) } else { (0, grads) };
+        Sync {
+            gather: sum.gather + over(data, Pattern::AllGather, bytes(Role::Param)),
+            reduce: sum.reduce + reduce,
+            rest: sum.rest + rest,
+            add: sum.add + add,
+            update: sum.update + self.prices.sweep(self.update_bytes(bucket, zero) + clear).0,
+        }
+    }
+
+    /// Bytes read and written by the update of a bucket on one rank: gradients once (twice with a norm), every state read and written, and the
+    /// parameters written where they are another buffer.
+    fn update_bytes(&self, bucket: &BucketSize, zero: Zero) -> u64 {
+        let dp = self.mesh.size(self.mesh.dp());
+        let whole = bucket_elems(bucket.elems, dp);
+        let elems = if in_pieces(Role::Master, zero) { whole / dp } else { whole };
+        let size = |role: Role| elems * self.types.dtype(role).size();
+        let reads = match self.clip {
+            Clip::None => 1,
+            Clip::GlobalNorm => 2,
+        };
+        self.types
+            .roles()
+            .into_iter()
+            .map(|role| match role {
+                Role::Grad => reads * size(role),
+                Role::Param if self.types.master() != Role::Param => size(role),
+                Role::Param | Role::Master | Role::Moment1 | Role::Moment2 => 2 * size(role),
+            })
+            .sum()
+    }
+
+    /// Time of the step's scalars: the loss, and the norm over all devices of all stages.
+    pub fn constant(&self, stages: u64) -> u64 {
+        let all = || self.prices.across_stages(self.mesh, self.mesh.all(), stages, 8).0;
+        all() + if self.clip == Clip::GlobalNorm { all() } else { 0 }
+    }
+}

@@ -1,0 +1,331 @@
+//! Pins: what the user has decided already, `dp=2,tp=1+2,zero@0-11=3`.
+//!
+//! `key=value,…`; values of one key joined by `+` are all allowed; `zero` and `recompute` may be for a range of layers, and then rule there alone.
+
+use crate::machine::nearest;
+use dplan_ir::plan::{Recompute, Schedule, Zero};
+use std::fmt;
+
+/// What is wrong with a pin.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum PinError {
+    #[error("pin `{0}`: expected KEY=VALUE, like `tp=4`, `zero=0+1` or `recompute@0-11=full`")]
+    Syntax(String),
+    #[error("pin `{given}`: unknown key; did you mean `{near}`? Known: {}", KEYS.join(", "))]
+    Key { given: String, near: String },
+    #[error("pin `{pin}`: `{value}` is not {expected}")]
+    Value { pin: String, value: String, expected: &'static str },
+    #[error("pin `{0}`: not supported yet")]
+    NotYet(String),
+    #[error("pin `{pin}`: only `zero` and `recompute` may be pinned for a range of layers")]
+    Range { pin: String },
+    #[error("pins `{first}` and `{second}` contradict each other")]
+    Twice { first: String, second: String },
+    #[error("pin `{pin}`: layer {last} is out of range; the model has layers 0 to {most}")]
+    Layers { pin: String, last: u32, most: u32 },
+}
+
+const KEYS: [&str; 17] =
+    ["dp", "tp", "pp", "micro", "zero", "recompute", "schedule", "sp", "cp", "ep", "etp", "virtual", "offload", "bucket", "wire", "sync", "map"];
+
+/// Values that are allowed: all of them, or those of a list.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Allowed<T>(Option<Vec<T>>);
+
+impl<T: PartialEq> Allowed<T> {
+    pub const ANY: Allowed<T> = Allowed(None);
+    pub fn only(values: Vec<T>) -> Allowed<T> {
+        Allowed(Some(values))
+    }
+    pub fn allows(&self, value: &T) -> bool {
+        self.0.as_ref().is_none_or(|values| values.contains(value))
+    }
+    pub fn is_pinned(&self) -> bool {
+        self.0.is_some()
+    }
+    pub fn values(&self) -> Option<&[T]> {
+        self.0.as_deref()
+    }
+}
+
+impl<T> Default for Allowed<T> {
+    fn default() -> Self {
+        Allowed(None)
+    }
+}
+
+/// Values of a choice that each layer makes.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct PerLayer<T> {
+    pub everywhere: Allowed<T>,
+    /// `(first, last inclusive, values)`: stand in place of `everywhere` there.
+    pub ranges: Vec<(u32, u32, Vec<T>)>,
+}
+
+impl<T> Default for PerLayer<T> {
+    fn default() -> Self {
+        PerLayer { everywhere: Allowed(None), ranges: Vec::new() }
+    }
+}
+
+impl<T: PartialEq> PerLayer<T> {
+    pub fn allows(&self, layer: u32, value: &T) -> bool {
+        let mut ranges = self.ranges.iter().filter(|(first, last, _)| (*first..=*last).contains(&layer)).peekable();
+        if ranges.peek().is_none() { self.everywhere.allows(value) } else { ranges.all(|(_, _, values)| values.contains(value)) }
+    }
+    pub fn is_pinned(&self) -> bool {
+        self.everywhere.is_pinned() || !self.ranges.is_empty()
+    }
+}
+
+/// Everything that is pinned.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Pins {
+    pub dp: Allowed<u64>,
+    pub tp: Allowed<u64>,
+    pub pp: Allowed<u64>,
+    pub micro_batch: Allowed<u64>,
+    pub schedule: Allowed<Schedule>,
+    /// Whether tensor-parallel axes shard the layer boundaries (`sp`).
+    pub boundary: Allowed<bool>,
+    pub zero: PerLayer<Zero>,
+    pub recompute: PerLayer<Recompute>,
+}
+
+impl Pins {
+    /// Reads `key=value,…`; nothing pins nothing.
+    ///
+    /// # Errors
+    /// The first pin that is malformed, unknown, unsupported or contradicts an earlier one.
+    pub fn parse(text: &str) -> Result<Pins, PinError> {
+        let mut pins = Pins::default();
+        let mut seen: Vec<(&str, &str)> = Vec::new();
+        for pin in text.split(',').map(str::trim).filter(|p| !p.is_empty()) {
+            let (head, values) = pin.split_once('=').ok_or_else(|| PinError::Syntax(pin.into()))?;
+            let (head, values) = (head.trim(), values.trim());
+            let (key, range) = match head.split_once('@') {
+                Some((key, range)) => (key, Some(parse_range(pin, range)?)),
+                None => (head, None),
+            };
+            if let Some((_, first)) = seen.iter().find(|(h, p)| *h == head && *p != pin) {
+                return Err(PinError::Twice { first: (*first).into(), second: pin.into() });
+            }
+            seen.push((head, pin));
+            if range.is_some() && !matches!(key, "zero" | "recompute") {
+                return Err(PinError::Range { pin: pin.into() });
+            }
+            match key {
+                "dp" => pins.dp = Allowed::only(list(pin, values, count)?),
+                "tp" => pins.tp = Allowed::only(list(pin, values, count)?),
+                "pp" => pins.pp = Allowed::only(list(pin, values, count)?),
+                "micro" => pins.micro_batch = Allowed::only(list(pin, values, count)?),
+                "schedule" => pins.schedule = Allowed::only(list(pin, values, schedule)?),
+                "sp" => pins.boundary = Allowed::only(list(pin, values, on_off)?),
+                "zero" => pins.zero.pin(range, list(pin, values, zero)?),
+                "recompute" => pins.recompute.pin(range, list(pin, values, recompute)?),
+                "cp" | "ep" | "etp" | "virtual" if values == "1" => {}
+                "offload" if values == "none" => {}
+                _ if KEYS.contains(&key) => return Err(PinError::NotYet(pin.into())),
+                _ => {
+                    let near = nearest(key, KEYS).unwrap_or_default().into();
+                    return Err(PinError::Key { given: key.into(), near });
+                }
+            }
+        }
+        pins.disjoint_ranges(&seen)?;
+        Ok(pins)
+    }
+
+    /// Checks ranges against the number of layers.
+    ///
+    /// # Errors
+    /// The first range that ends behind the last layer.
+    pub fn check_layers(&self, layers: u32) -> Result<(), PinError> {
+        let zero = self.zero.ranges.iter().map(|(a, b, _)| ("zero", *a, *b));
+        let recompute = self.recompute.ranges.iter().map(|(a, b, _)| ("recompute", *a, *b));
+        match zero.chain(recompute).find(|&(_, _, last)| last >= layers) {
+            Some((key, first, last)) => Err(PinError::Layers { pin: format!("{key}@{first}-{last}"), last, most: layers.saturating_sub(1) }),
+            None => Ok(()),
+        }
+    }
+
+    /// The keys that are pinned, and these pins without each of them.
+    pub fn relaxations(&self) -> Vec<(&'static str, Pins)> {
+        type Relax = fn(&mut Pins);
+        let keys: [(&'static str, bool, Relax); 8] = [
+            ("dp", self.dp.is_pinned(), |p| p.dp = Allowed::ANY),
+            ("tp", self.tp.is_pinned(), |p| p.tp = Allowed::ANY),
+            ("pp", self.pp.is_pinned(), |p| p.pp = Allowed::ANY),
+            ("micro", self.micro_batch.is_pinned(), |p| p.micro_batch = Allowed::ANY),
+            ("schedule", self.schedule.is_pinned(), |p| p.schedule = Allowed::ANY),
+            ("sp", self.boundary.is_pinned(), |p| p.boundary = Allowed::ANY),
+            ("zero", self.zero.is_pinned(), |p| p.zero = PerLayer::default()),
+            ("recompute", self.recompute.is_pinned(), |p| p.recompute = PerLayer::default()),
+        ];
+        let relaxed = |relax: Relax| {
+            let mut pins = self.clone();
+            relax(&mut pins);
+            pins
+        };
+        keys.into_iter().filter(|k| k.1).map(|(key, _, relax)| (key, relaxed(relax))).collect()
+    }
+
+    /// Two ranges that overlap must leave something to choose.
+    fn disjoint_ranges(&self, seen: &[(&str, &str)]) -> Result<(), PinError> {
+        fn clash<T: PartialEq>(ranges: &[(u32, u32, Vec<T>)]) -> Option<(usize, usize)> {
+            let pairs = (0..ranges.len()).flat_map(|j| (0..j).map(move |i| (i, j)));
+            pairs.into_iter().find(|&(i, j)| {
+                let (a, b) = (&ranges[i], &ranges[j]);
+                a.0 <= b.1 && b.0 <= a.1 && !a.2.iter().any(|v| b.2.contains(v))
+            })
+        }
+        for (key, found) in [("zero@", clash(&self.zero.ranges)), ("recompute@", clash(&self.recompute.ranges))] {
+            if let Some((i, j)) = found {
+                let mut pins: Vec<&str> = seen.iter().filter(|(h, _)| h.starts_with(key)).map(|(_, p)| *p).collect();
+                pins.dedup();
+                let named = |i: usize| pins.get(i).map_or(key, |p| p).to_string();
+                return Err(PinError::Twice { first: named(i), second: named(j) });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<T> PerLayer<T> {
+    fn pin(&mut self, range: Option<(u32, u32)>, values: Vec<T>) {
+        match range {
+            Some((first, last)) => self.ranges.push((first, last, values)),
+            None => self.everywhere = Allowed(Some(values)),
+        }
+    }
+}
+
+impl fmt::Display for Pins {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let join = |values: Vec<String>| values.join("+");
+        let counts = |a: &Allowed<u64>| a.values().map(|v| join(v.iter().map(u64::to_string).collect()));
+        let zeros = |v: &[Zero]| join(v.iter().map(|z| z.0.to_string()).collect());
+        let recomputes = |v: &[Recompute]| join(v.iter().map(|&r| recompute_name(r).to_string()).collect());
+        let mut parts = Vec::new();
+        for (key, values) in [("dp", counts(&self.dp)), ("tp", counts(&self.tp)), ("pp", counts(&self.pp)), ("micro", counts(&self.micro_batch))] {
+            parts.extend(values.map(|v| format!("{key}={v}")));
+        }
+        parts.extend(self.schedule.values().map(|v| format!("schedule={}", join(v.iter().map(|s| s.name().to_string()).collect()))));
+        parts.extend(
+            self.boundary.values().map(|v| format!("sp={}", join(v.iter().map(|&on| if on { "on".into() } else { "off".to_string() }).collect()))),
+        );
+        parts.extend(self.zero.everywhere.values().map(|v| format!("zero={}", zeros(v))));
+        parts.extend(self.zero.ranges.iter().map(|(a, b, v)| format!("zero@{a}-{b}={}", zeros(v))));
+        parts.extend(self.recompute.everywhere.values().map(|v| format!("recompute={}", recomputes(v))));
+        parts.extend(self.recompute.ranges.iter().map(|(a, b, v)| format!("recompute@{a}-{b}={}", recomputes(v))));
+        f.write_str(&parts.join(","))
+    }
+}
+
+pub fn recompute_name(recompute: Recompute) -> &'static str {
+    match recompute {
+        Recompute::None => "none",
+        Recompute::Full => "full",
+    }
+}
+
+type Parsed<T> = Result<T, &'static str>;
+
+/// `value+value+…`.
+fn list<T>(pin: &str, values: &str, parse: impl Fn(&str) -> Option<Parsed<T>>) -> Result<Vec<T>, PinError> {
+    let one = |value: &str| match parse(value) {
+        Some(Ok(parsed)) => Ok(parsed),
+        Some(Err(expected)) => Err(PinError::Value { pin: pin.into(), value: value.into(), expected }),
+        None => Err(PinError::NotYet(pin.into())),
+    };
+    values.split('+').map(|value| one(value.trim())).collect()
+}
+
+fn count(value: &str) -> Option<Parsed<u64>> {
+    Some(value.parse().ok().filter(|&n: &u64| n > 0 && n <= 1 << 40).ok_or("a positive whole number"))
+}
+
+fn zero(value: &str) -> Option<Parsed<Zero>> {
+    Some(value.parse().ok().filter(|&z: &u8| z <= 3).map(Zero).ok_or("a ZeRO stage, 0 to 3"))
+}
+
+/// Values that are planned for are known, and not supported yet.
+fn schedule(value: &str) -> Option<Parsed<Schedule>> {
+    match Schedule::from_name(value) {
+        Some(schedule) => Some(Ok(schedule)),
+        None if ["interleaved", "zb-h1", "zb-v", "pipedream"].contains(&value) => None,
+        None => Some(Err("a schedule: gpipe, 1f1b")),
+    }
+}
+
+fn recompute(value: &str) -> Option<Parsed<Recompute>> {
+    match value {
+        "none" => Some(Ok(Recompute::None)),
+        "full" => Some(Ok(Recompute::Full)),
+        "selective" => None,
+        _ => Some(Err("`none` or `full`")),
+    }
+}
+
+fn on_off(value: &str) -> Option<Parsed<bool>> {
+    match value {
+        "on" | "1" => Some(Ok(true)),
+        "off" | "0" => Some(Ok(false)),
+        _ => Some(Err("`on` or `off`")),
+    }
+}
+
+/// `first-last` or one layer.
+fn parse_range(pin: &str, range: &str) -> Result<(u32, u32), PinError> {
+    let (first, last) = range.split_once('-').unwrap_or((range, range));
+    match (first.parse(), last.parse()) {
+        (Ok(first), Ok(last)) if first <= last => Ok((first, last)),
+        _ => Err(PinError::Value { pin: pin.into(), value: range.into(), expected: "a range of layers, like 0-11" }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pins_print_as_they_are_read() {
+        for text in ["", "dp=2,tp=1+2,pp=4,micro=1", "schedule=gpipe+1f1b,sp=off", "zero=0+1,zero@0-11=3,recompute=none,recompute@4-4=full"] {
+            assert_eq!(Pins::parse(text).unwrap().to_string(), text);
+        }
+        assert_eq!(Pins::parse(" tp=2 , cp=1,offload=none, virtual=1").unwrap().to_string(), "tp=2");
+    }
+
+    #[test]
+    fn a_range_rules_its_layers_alone() {
+        let pins = Pins::parse("zero=0,zero@2-3=1+3,zero@3-5=3").unwrap();
+        let allowed = |layer| (0..4).filter(|&z| pins.zero.allows(layer, &Zero(z))).collect::<Vec<_>>();
+        assert_eq!((1..7).map(allowed).collect::<Vec<_>>(), [vec![0], vec![1, 3], vec![3], vec![3], vec![3], vec![0]]);
+    }
+
+    #[test]
+    fn bad_pins_say_what_would_be_right() {
+        for (text, says) in [
+            ("tp", "expected KEY=VALUE"),
+            ("tpp=2", "did you mean `tp`"),
+            ("tp=0", "`0` is not a positive whole number"),
+            ("tp=two", "`two` is not a positive whole number"),
+            ("zero=4", "ZeRO stage, 0 to 3"),
+            ("zero@5-2=1", "`5-2` is not a range of layers"),
+            ("tp@0-3=2", "only `zero` and `recompute`"),
+            ("tp=2,tp=4", "pins `tp=2` and `tp=4` contradict"),
+            ("zero@0-3=1,zero@2-5=3", "pins `zero@0-3=1` and `zero@2-5=3` contradict"),
+            ("cp=2", "pin `cp=2`: not supported yet"),
+            ("offload=optimizer", "not supported yet"),
+            ("schedule=zb-h1", "not supported yet"),
+            ("schedule=fast", "gpipe, 1f1b"),
+            ("recompute=selective", "not supported yet"),
+            ("sp=maybe", "`on` or `off`"),
+        ] {
+            let error = Pins::parse(text).unwrap_err().to_string();
+            assert!(error.contains(says), "{text}: {error}");
+        }
+        let error = Pins::parse("zero@0-12=3").unwrap().check_layers(12).unwrap_err().to_string();
+        assert!(error.contains("layers 0 to 11"), "{error}");
+    }
+}

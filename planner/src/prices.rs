@@ -1,0 +1,57 @@
+//! What the search asks of a model on a machine. Everything that knows ops, tensors or links is behind this trait; the search sees layers,
+//! their options, and times of transfers. Tests give it drawn prices.
+
+use crate::options::LayerOption;
+use crate::units::{Bytes, Nanos};
+use dplan_ir::mesh::{AxisSet, Mesh};
+use dplan_ir::program::Pattern;
+use dplan_ir::sharding::Sharding;
+use std::rc::Rc;
+
+/// What the local work of a layer depends on.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct Shape {
+    pub tp: u64,
+    /// Sequences of one micro-batch on one data-parallel rank.
+    pub micro_batch: u64,
+    /// Dim of every layer boundary that the tensor-parallel axes shard.
+    pub boundary: Option<u32>,
+    /// Which of the ways of padding.
+    pub padding: u32,
+}
+
+/// An option as the search sees it.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Offer {
+    pub option: LayerOption,
+    /// Sharding of the tied parameter, in a layer that has one: the same in all its homes.
+    pub tie: Option<Sharding>,
+}
+
+/// A model on a machine.
+pub trait Prices {
+    /// The class of each layer: layers of a class have the same options.
+    fn classes(&self) -> &[u32];
+    /// Dims of a layer boundary that tensor-parallel axes may shard, for sequence parallelism and the like.
+    fn boundary_dims(&self, tp: u64) -> Vec<u32>;
+    /// Ways of padding for a degree of tensor parallelism, at least one.
+    fn paddings(&self, tp: u64) -> u32;
+    /// All ways of running a layer worth considering, or none if the shape is impossible for it.
+    fn offers(&mut self, class: u32, shape: Shape) -> Rc<[Offer]>;
+    /// No offer of the class takes less than this, forward and backward, with these degrees, whatever boundary and padding: found without pricing offers.
+    fn floor(&mut self, class: u32, tp: u64, micro_batch: u64) -> Nanos;
+    /// Bytes on one rank of the value that a layer hands to the next.
+    fn boundary_bytes(&mut self, layer: u32, shape: Shape) -> u64;
+    /// Time of a collective on one stage; `bytes` is the larger of what a rank puts in and gets out.
+    fn collective(&self, mesh: &Mesh, axes: AxisSet, pattern: Pattern, bytes: u64) -> Nanos;
+    /// Time of an all-reduce over the same ranks of `stages` stages and `axes` of each.
+    fn across_stages(&self, mesh: &Mesh, axes: AxisSet, stages: u64, bytes: u64) -> Nanos;
+    /// Time of a message from each rank of `stage` to the same rank of the next.
+    fn message(&self, mesh: &Mesh, stage: u64, bytes: u64) -> Nanos;
+    /// Time to stream `bytes` through a device's memory.
+    fn sweep(&self, bytes: u64) -> Nanos;
+    /// What arena and context share on one device.
+    fn device_memory(&self) -> Bytes;
+    /// What is taken before the first tensor.
+    fn context(&self) -> Bytes;
+}

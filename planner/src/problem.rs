@@ -1,0 +1,49 @@
+//! What is searched, with everything about tensors behind [`Prices`]: layers of a few kinds, and limits.
+
+use crate::memory::StateTypes;
+use crate::pins::Pins;
+use crate::prices::Prices;
+use dplan_ir::plan::{Clip, Recompute, Zero};
+
+/// Layers that are alike and are pinned alike.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Kind {
+    pub class: u32,
+    pub zero: Vec<Zero>,
+    pub recompute: Vec<Recompute>,
+}
+
+#[derive(Clone, PartialEq, Debug)]
+pub struct Problem {
+    pub devices: u64,
+    /// Sequences of a step.
+    pub batch: u64,
+    pub types: StateTypes,
+    pub clip: Clip,
+    /// The largest arena a device can hold, bytes.
+    pub budget: u64,
+    pub pins: Pins,
+    /// Kind of each layer.
+    pub layers: Vec<usize>,
+    pub kinds: Vec<Kind>,
+}
+
+impl Problem {
+    /// `memory_limit` is for arena and context together; the device's memory if absent.
+    pub fn new(prices: &dyn Prices, devices: u64, batch: u64, types: StateTypes, clip: Clip, pins: Pins, memory_limit: Option<u64>) -> Problem {
+        let mut kinds: Vec<Kind> = Vec::new();
+        let layers = prices.classes().iter().zip(0..).map(|(&class, layer)| {
+            let zero = (0..=3).map(Zero).filter(|z| pins.zero.allows(layer, z)).collect();
+            let recompute = [Recompute::None, Recompute::Full].into_iter().filter(|r| pins.recompute.allows(layer, r)).collect();
+            let kind = Kind { class, zero, recompute };
+            kinds.iter().position(|k| *k == kind).unwrap_or_else(|| {
+                kinds.push(kind);
+                kinds.len() - 1
+            })
+        });
+        let layers = layers.collect();
+        let limit = memory_limit.unwrap_or(prices.device_memory().0);
+        let budget = limit.saturating_sub(prices.context().0);
+        Problem { devices, batch, types, clip, budget, pins, layers, kinds }
+    }
+}

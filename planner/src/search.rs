@@ -1,0 +1,169 @@
+//! The search over all tuples, best bound first. It stops when the next bound reaches the incumbent, and that stop is the proof: every plan that could be better
+//! was evaluated, on the same objective.
+//!
+//! A tuple is bounded twice, first without pricing its layers. Its exact solution is asked for only below the incumbent. Pipelines that run all forward passes
+//! first (`gpipe`) cost the same as their one-forward-one-backward twin under the objective and need no less memory, so they are closed with it.
+
+use crate::bound;
+use crate::menu::Menus;
+use crate::prices::Prices;
+use crate::problem::Problem;
+use crate::space::{Tuple, tuples};
+use crate::stages::{Effort, Solution, Stages};
+use dplan_ir::plan::Schedule;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+/// Larger than any objective, small enough to add to.
+pub const NEVER: u64 = u64::MAX / 4;
+
+/// Labels of the first, heuristic pass.
+const BEAM: usize = 8;
+
+/// How a tuple was closed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum How {
+    /// No plan of it is below this, found without pricing its layers.
+    Floor(u64),
+    /// No plan of it is below this.
+    Bound(u64),
+    /// Solved exactly: nothing below the incumbent of that moment, which was this.
+    Nothing(u64),
+    /// Solved exactly: this is its best.
+    Best(u64),
+    /// Some layer cannot run in it.
+    Impossible,
+    /// Not better than the tuple at this position, which differs in the schedule only.
+    Twin(usize),
+    /// Time ran out; no plan of it is below this.
+    Open(u64),
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Closed {
+    pub tuple: Tuple,
+    pub how: How,
+}
+
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Statistics {
+    /// Tuples in the space.
+    pub space: usize,
+    /// Tuples solved exactly.
+    pub solved: usize,
+    /// No plan of the space is below this, nanoseconds.
+    pub lower_bound: u64,
+    /// (objective − lower bound) / objective.
+    pub gap: f64,
+    pub proved: bool,
+}
+
+/// A plan in terms of menus.
+#[derive(Clone, Debug)]
+pub struct Found {
+    pub menus: Menus,
+    pub solution: Solution,
+}
+
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    pub best: Option<Found>,
+    pub closed: Vec<Closed>,
+    pub statistics: Statistics,
+}
+
+/// Menus of a tuple, one for each way of the tied parameter, with their bounds.
+type Priced = Vec<(u64, Menus)>;
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Level {
+    Floor,
+    Priced,
+}
+
+/// Finds the best plan of all tuples that the pins allow. `late` says that time is up.
+pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bool) -> Outcome {
+    let space = tuples(prices, problem.devices, problem.batch, &problem.pins);
+    let mut how: Vec<Option<How>> = vec![None; space.len()];
+    let mut priced: Vec<Option<Priced>> = space.iter().map(|_| None).collect();
+    let mut queue = BinaryHeap::new();
+    for (at, tuple) in space.iter().enumerate() {
+        let twin = Tuple { schedule: Schedule::OneFOneB, ..*tuple };
+        match space.binary_search(&twin) {
+            Ok(twin) if tuple.schedule == Schedule::GPipe => how[at] = Some(How::Twin(twin)),
+            _ => queue.push(Reverse((bound::floor(problem, prices, tuple), Level::Floor, at))),
+        }
+    }
+    let mut best: Option<Found> = None;
+    let mut objective = NEVER;
+    let mut solved = 0;
+    let mut lower_bound = None;
+    while let Some(Reverse((bound, level, at))) = queue.pop() {
+        if bound >= objective {
+            queue.push(Reverse((bound, level, at)));
+            break;
+        }
+        if late() {
+            lower_bound = Some(bound);
+            queue.push(Reverse((bound, level, at)));
+            break;
+        }
+        match level {
+            Level::Floor => match Menus::new(problem, prices, space[at]) {
+                None => how[at] = Some(How::Impossible),
+                Some(menus) => {
+                    let mut by_tie: Priced = menus.by_tie().into_iter().map(|m| (bound::priced(&m, &problem.layers).max(bound), m)).collect();
+                    by_tie.sort_by_key(|(bound, _)| *bound);
+                    match by_tie.first() {
+                        None => how[at] = Some(How::Impossible),
+                        Some(&(bound, _)) => {
+                            queue.push(Reverse((bound, Level::Priced, at)));
+                            priced[at] = Some(by_tie);
+                        }
+                    }
+                }
+            },
+            Level::Priced => {
+                solved += 1;
+                how[at] = Some(How::Nothing(objective));
+                for (bound, menus) in priced[at].take().unwrap_or_default() {
+                    if bound >= objective {
+                        break;
+                    }
+                    if let Some(solution) = best_below(problem, &menus, bound, objective) {
+                        objective = solution.objective;
+                        how[at] = Some(How::Best(objective));
+                        best = Some(Found { menus, solution });
+                    }
+                }
+            }
+        }
+    }
+    let proved = lower_bound.is_none();
+    for Reverse((bound, level, at)) in queue {
+        how[at] = Some(match level {
+            _ if bound < objective => How::Open(bound),
+            Level::Floor => How::Floor(bound),
+            Level::Priced => How::Bound(bound),
+        });
+    }
+    let lower_bound = lower_bound.unwrap_or(objective);
+    let gap = if best.is_some() { (objective - lower_bound) as f64 / objective as f64 } else { 0.0 };
+    let statistics = Statistics { space: space.len(), solved, lower_bound, gap, proved };
+    let closed = space.into_iter().zip(how).map(|(tuple, how)| Closed { tuple, how: how.unwrap_or(How::Open(0)) }).collect();
+    Outcome { best, closed, statistics }
+}
+
+/// The best plan with these menus that is below `cut`.
+fn best_below(problem: &Problem, menus: &Menus, bound: u64, cut: u64) -> Option<Solution> {
+    let stages = Stages::new(menus, &problem.layers, problem.budget);
+    // A plan soon is worth more than a good one: it keeps the exact pass narrow.
+    let quick = if cut < NEVER {
+        stages.solve(cut, Effort::Beam(BEAM))
+    } else {
+        let steps = (0..12).rev().map(|shift| bound.saturating_add((bound >> shift).max(1)));
+        steps.chain([NEVER]).find_map(|cut| stages.solve(cut.min(NEVER), Effort::Beam(BEAM)))
+    };
+    let cut = quick.as_ref().map_or(cut, |s| s.objective);
+    stages.solve(cut, Effort::Exact).or(quick)
+}

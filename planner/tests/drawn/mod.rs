@@ -1,0 +1,153 @@
+//! Prices drawn at random: small instances with every feature of real ones (tied layers, several classes, options that trade time for memory).
+
+use dplan_ir::dtype::DType;
+use dplan_ir::mesh::{AxisId, AxisSet, Mesh};
+use dplan_ir::optimizer::Optimizer;
+use dplan_ir::plan::{Clip, Gathered, Recompute};
+use dplan_ir::program::Pattern;
+use dplan_ir::sharding::Sharding;
+use dplan_planner::memory::{BucketSize, LayerBytes, StateTypes};
+use dplan_planner::options::LayerOption;
+use dplan_planner::pins::Pins;
+use dplan_planner::prices::{Offer, Prices, Shape};
+use dplan_planner::problem::Problem;
+use dplan_planner::units::{Bytes, Nanos};
+use std::collections::BTreeMap;
+use std::rc::Rc;
+
+/// SplitMix64.
+#[derive(Clone)]
+pub struct Dice(pub u64);
+
+impl Dice {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+    /// `low..=high`.
+    pub fn within(&mut self, low: u64, high: u64) -> u64 {
+        low + self.next() % (high - low + 1)
+    }
+    pub fn one_in(&mut self, n: u64) -> bool {
+        self.next() % n == 0
+    }
+}
+
+pub struct Drawn {
+    seed: u64,
+    pub classes: Vec<u32>,
+    /// Classes whose layers share a tied parameter.
+    pub tied: Vec<u32>,
+    most_offers: u64,
+    memory: u64,
+    latency: u64,
+    known: BTreeMap<(u32, Shape), Rc<[Offer]>>,
+}
+
+pub struct Instance {
+    pub prices: Drawn,
+    pub problem: Problem,
+}
+
+/// A small instance: up to `most_layers` layers on up to 8 devices.
+pub fn instance(seed: u64, most_layers: u64, most_offers: u64) -> Instance {
+    let mut dice = Dice(seed);
+    let layers = dice.within(1, most_layers);
+    let kinds = dice.within(1, 3);
+    let mut classes: Vec<u32> = (0..layers).map(|_| dice.within(0, kinds - 1) as u32).collect();
+    let mut tied = Vec::new();
+    if layers >= 2 && dice.one_in(2) {
+        (classes[0], classes[layers as usize - 1]) = (8, 9);
+        tied = vec![8, 9];
+    }
+    let devices = [1, 2, 3, 4, 4, 6, 8][dice.within(0, 6) as usize];
+    let batch = [1, 2, 4, 6, 8, 12][dice.within(0, 5) as usize];
+    let memory = dice.within(10_000, 45_000 * layers);
+    let latency = dice.within(0, 100);
+    let prices = Drawn { seed, classes, tied, most_offers, memory, latency, known: BTreeMap::new() };
+    let compute = if dice.one_in(2) { DType::F32 } else { DType::Bf16 };
+    let optimizer = if dice.one_in(3) { Optimizer::Sgd } else { Optimizer::AdamW };
+    let clip = if dice.one_in(2) { Clip::GlobalNorm } else { Clip::None };
+    let pins = ["", "", "", "zero@0-0=0+1", "recompute=none", "schedule=gpipe", "pp=1+2"][dice.within(0, 6) as usize];
+    let pins = Pins::parse(pins).unwrap();
+    let problem = Problem::new(&prices, devices, batch, StateTypes { compute, optimizer }, clip, pins, None);
+    Instance { prices, problem }
+}
+
+impl Prices for Drawn {
+    fn classes(&self) -> &[u32] {
+        &self.classes
+    }
+    fn boundary_dims(&self, tp: u64) -> Vec<u32> {
+        if tp % 2 == 0 { vec![1] } else { vec![] }
+    }
+    fn paddings(&self, tp: u64) -> u32 {
+        if tp == 3 { 2 } else { 1 }
+    }
+    fn offers(&mut self, class: u32, shape: Shape) -> Rc<[Offer]> {
+        let (seed, most, tied) = (self.seed, self.most_offers, self.tied.contains(&class));
+        let draw = || {
+            let code = [u64::from(class), shape.tp, shape.micro_batch, u64::from(shape.boundary.is_some()), u64::from(shape.padding)];
+            let mut dice = Dice(code.iter().fold(seed, |s, c| Dice(s ^ c.wrapping_mul(0x1234_5678_9abc_def1)).next()));
+            if dice.one_in(25) {
+                return Vec::new();
+            }
+            let (width, size) = (dice.within(100, 1000), dice.within(1, 3000));
+            (0..dice.within(1, most)).map(|_| offer(&mut dice, shape, width, size, tied)).collect()
+        };
+        Rc::clone(self.known.entry((class, shape)).or_insert_with(|| draw().into()))
+    }
+    fn floor(&mut self, _: u32, _: u64, _: u64) -> Nanos {
+        Nanos(30)
+    }
+    fn boundary_bytes(&mut self, layer: u32, shape: Shape) -> u64 {
+        (200 + 100 * (u64::from(layer) % 2)) * shape.micro_batch
+    }
+    fn collective(&self, mesh: &Mesh, axes: AxisSet, pattern: Pattern, bytes: u64) -> Nanos {
+        let ranks = mesh.size(axes);
+        let times = if pattern == Pattern::AllReduce { 2 } else { 1 };
+        if ranks == 1 { Nanos(0) } else { Nanos(times * (self.latency + bytes * (ranks - 1) / ranks / 100)) }
+    }
+    fn across_stages(&self, mesh: &Mesh, axes: AxisSet, stages: u64, bytes: u64) -> Nanos {
+        let ranks = mesh.size(axes) * stages;
+        if ranks == 1 { Nanos(0) } else { Nanos(2 * self.latency + bytes / 50) }
+    }
+    fn message(&self, _: &Mesh, stage: u64, bytes: u64) -> Nanos {
+        Nanos(self.latency + (1 + stage % 2) * bytes / 100)
+    }
+    fn sweep(&self, bytes: u64) -> Nanos {
+        Nanos(bytes / 300)
+    }
+    fn device_memory(&self) -> Bytes {
+        Bytes(self.memory)
+    }
+    fn context(&self) -> Bytes {
+        Bytes(1000)
+    }
+}
+
+fn offer(dice: &mut Dice, shape: Shape, width: u64, size: u64, tied: bool) -> Offer {
+    let partial = if shape.tp > 1 && dice.one_in(3) { AxisSet::one(AxisId(1)) } else { AxisSet::EMPTY };
+    let split = if dice.one_in(2) { shape.tp } else { 1 };
+    let mut buckets = vec![BucketSize { elems: size.div_ceil(split), partial, tied: false }];
+    let cut = if shape.tp > 1 && dice.one_in(2) { AxisSet::one(AxisId(1)) } else { AxisSet::EMPTY };
+    if tied {
+        buckets.push(BucketSize { elems: 2000 / if cut.is_empty() { 1 } else { shape.tp }, partial: AxisSet::EMPTY, tied: true });
+    }
+    let talk = if shape.tp > 1 { dice.within(0, width * shape.micro_batch) } else { 0 };
+    let forward = width * shape.micro_batch / split + talk + dice.within(20, 100);
+    let recompute = if dice.one_in(2) { Recompute::Full } else { Recompute::None };
+    let backward = 2 * forward + if recompute == Recompute::Full { forward } else { 0 };
+    let frame = dice.within(200, 3000) * shape.micro_batch / if recompute == Recompute::Full { 4 } else { 1 };
+    let option = LayerOption {
+        strategy: Vec::new(),
+        recompute,
+        gathered: Gathered::Keep,
+        forward: Nanos(forward),
+        backward: Nanos(backward),
+        bytes: LayerBytes { buckets, frame, workspace: dice.within(0, 3000) * shape.micro_batch },
+    };
+    Offer { option, tie: tied.then(|| Sharding::of_dims(vec![cut])) }
+}

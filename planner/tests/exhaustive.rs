@@ -1,0 +1,224 @@
+//! The search against plain enumeration of everything: every tuple, every cut into stages, every option and ZeRO stage of every layer. The enumeration shares with the
+//! search the prices and the arena formula, and nothing else; the objective is written out again from its definition.
+
+mod drawn;
+
+use dplan_ir::mesh::Mesh;
+use dplan_ir::plan::{Clip, Schedule, Zero};
+use dplan_ir::program::{Pattern, Role};
+use dplan_planner::memory::{self, LayerBytes, StagePosition, StateTypes, arena};
+use dplan_planner::prices::{Offer, Prices, Shape};
+use dplan_planner::problem::Problem;
+use dplan_planner::search::{How, explore};
+use drawn::{Drawn, Instance, instance};
+use std::rc::Rc;
+
+/// `max + a fifth of the smaller`, rounded up.
+fn overlapped(compute: u64, traffic: u64) -> u64 {
+    compute.max(traffic) + compute.min(traffic).div_ceil(5)
+}
+
+struct Setting<'a> {
+    prices: &'a Drawn,
+    types: StateTypes,
+    clip: Clip,
+    mesh: Mesh,
+    dp: u64,
+    pp: u64,
+    m: u64,
+}
+
+impl Setting<'_> {
+    fn element(&self, role: Role) -> u64 {
+        self.types.dtype(role).size()
+    }
+
+    /// (per micro-batch, end of step) of a layer. `shared`: its tied bucket was counted by an earlier layer of the stage; `split`: another stage has it too.
+    fn layer(&self, offer: &Offer, zero: u8, shared: bool, split: bool) -> (u64, u64) {
+        let (f, b) = (offer.option.forward.0, offer.option.backward.0);
+        let (mut gather, mut scatter, mut add) = (0, 0, 0);
+        let (mut reduce_end, mut rest_end, mut update, mut gather_end) = (0, 0, 0, 0);
+        let dp_axis = self.mesh.dp();
+        for bucket in &offer.option.bytes.buckets {
+            let whole = memory::bucket_elems(bucket.elems, self.dp);
+            let grad = whole * self.element(Role::Grad);
+            let piece = if zero == 0 { whole } else { whole / self.dp };
+            let collective = |axes, pattern, bytes| self.prices.collective(&self.mesh, axes, pattern, bytes).0;
+            let gathered = collective(dp_axis, Pattern::AllGather, whole * self.element(Role::Param));
+            let scattered = collective(dp_axis, Pattern::ReduceScatter, grad);
+            gather += gathered;
+            scatter += scattered;
+            if zero >= 2 {
+                add += self.prices.sweep(3 * piece * self.element(Role::Grad)).0;
+            }
+            if bucket.tied && shared {
+                continue;
+            }
+            if zero == 0 {
+                reduce_end += collective(dp_axis.union(bucket.partial), Pattern::AllReduce, grad);
+            } else {
+                reduce_end += scattered;
+                rest_end += collective(bucket.partial, Pattern::AllReduce, piece * self.element(Role::Grad));
+            }
+            if bucket.tied && split {
+                rest_end += self.prices.across_stages(&self.mesh, Default::default(), 2, piece * self.element(Role::Grad)).0;
+            }
+            gather_end += gathered;
+            let mut bytes = if zero >= 2 { piece } else { whole } * self.element(Role::Grad);
+            bytes += piece * self.element(Role::Grad) * if self.clip == Clip::GlobalNorm { 2 } else { 1 };
+            bytes += 2 * piece * self.element(self.types.master()) + 2 * piece * self.element(Role::Moment1) * self.types.optimizer.moments() as u64;
+            if self.types.master() != Role::Param {
+                bytes += piece * self.element(Role::Param);
+            }
+            update += self.prices.sweep(bytes).0;
+        }
+        match zero {
+            0 => (f + b, overlapped(b, reduce_end + rest_end) - b + update),
+            1 => (f + b, overlapped(b, reduce_end + rest_end) - b + overlapped(update, gather_end)),
+            2 => (f + overlapped(b, scatter) + add, rest_end + overlapped(update, gather_end)),
+            _ => (overlapped(f, gather) + overlapped(b, gather + scatter) + add, rest_end + update),
+        }
+    }
+}
+
+/// The least objective over the whole space, or nothing if no plan fits.
+fn enumerate(problem: &Problem, prices: &mut Drawn) -> Option<u64> {
+    let n = problem.devices;
+    let layers = prices.classes.len();
+    let mut best: Option<u64> = None;
+    for tp in (1..=n).filter(|t| n % t == 0 && problem.pins.tp.allows(t)) {
+        for pp in (1..=n / tp).filter(|p| n / tp % p == 0 && *p as usize <= layers && problem.pins.pp.allows(p)) {
+            let dp = n / tp / pp;
+            for micro in (1..=problem.batch).filter(|b| problem.batch % (dp * b) == 0) {
+                let m = problem.batch / dp / micro;
+                let mut boundaries = vec![None];
+                boundaries.extend(prices.boundary_dims(tp).into_iter().map(Some));
+                for boundary in boundaries {
+                    for padding in 0..prices.paddings(tp) {
+                        for schedule in Schedule::ALL.into_iter().filter(|s| problem.pins.schedule.allows(s)) {
+                            let shape = Shape { tp, micro_batch: micro, boundary, padding };
+                            let value = best_of_tuple(problem, prices, shape, pp, dp, m, schedule);
+                            best = [best, value].into_iter().flatten().min();
+                        }
+                    }
+                }
+            }
+        }
+    }
+    best
+}
+
+fn best_of_tuple(problem: &Problem, prices: &mut Drawn, shape: Shape, pp: u64, dp: u64, m: u64, schedule: Schedule) -> Option<u64> {
+    let classes = prices.classes.clone();
+    let count = classes.len();
+    let offers: Vec<Rc<[Offer]>> = classes.iter().map(|&c| prices.offers(c, shape)).collect();
+    let crossing: Vec<u64> = (0..count.saturating_sub(1)).map(|l| prices.boundary_bytes(l as u32, shape)).collect();
+    let boundary = crossing.iter().copied().max().unwrap_or(0);
+    let zeros = if dp == 1 { 0..=0 } else { 0..=3 };
+    let ways: Vec<Vec<(usize, u8)>> = (0..count)
+        .map(|l| {
+            let all = (0..offers[l].len()).flat_map(|o| zeros.clone().map(move |z| (o, z)));
+            all.filter(|&(o, z)| {
+                problem.pins.zero.allows(l as u32, &Zero(z)) && problem.pins.recompute.allows(l as u32, &offers[l][o].option.recompute)
+            })
+            .collect()
+        })
+        .collect();
+    if ways.iter().any(Vec::is_empty) {
+        return None;
+    }
+    let setting = Setting { prices, types: problem.types, clip: problem.clip, mesh: Mesh::new(dp, shape.tp), dp, pp, m };
+    let tied: Vec<usize> = (0..count).filter(|&l| offers[l].iter().any(|o| o.tie.is_some())).collect();
+    let mut best = None;
+    for cuts in cuttings(count, pp as usize) {
+        let mut pick = vec![0; count];
+        loop {
+            let chosen: Vec<(&Offer, u8)> = (0..count).map(|l| (&offers[l][ways[l][pick[l]].0], ways[l][pick[l]].1)).collect();
+            if tied.iter().all(|&l| chosen[l].0.tie == chosen[tied[0]].0.tie && chosen[l].1 == chosen[tied[0]].1)
+                && let Some(value) = value(problem, &setting, &chosen, &cuts, &tied, &crossing, boundary, schedule)
+            {
+                best = [best, Some(value)].into_iter().flatten().min();
+            }
+            // Next combination, as an odometer.
+            let Some(at) = (0..count).find(|&l| pick[l] + 1 < ways[l].len()) else { break };
+            pick[at] += 1;
+            pick[..at].fill(0);
+        }
+    }
+    best
+}
+
+/// All ways of cutting `count` layers into `stages`, as first layers and the end.
+fn cuttings(count: usize, stages: usize) -> Vec<Vec<usize>> {
+    if stages == 1 {
+        return vec![vec![0, count]];
+    }
+    let mut all = Vec::new();
+    for last in stages - 1..count {
+        for mut cuts in cuttings(last, stages - 1) {
+            cuts.push(count);
+            all.push(cuts);
+        }
+    }
+    all
+}
+
+#[allow(clippy::too_many_arguments)]
+fn value(
+    problem: &Problem,
+    setting: &Setting,
+    chosen: &[(&Offer, u8)],
+    cuts: &[usize],
+    tied: &[usize],
+    crossing: &[u64],
+    boundary: u64,
+    schedule: Schedule,
+) -> Option<u64> {
+    let (mut sum, mut slowest, mut longest) = (0, 0, 0);
+    for stage in 0..setting.pp {
+        let (start, end) = (cuts[stage as usize], cuts[stage as usize + 1]);
+        let in_flight = if schedule == Schedule::GPipe { setting.m } else { setting.m.min(setting.pp - stage) };
+        let bytes: Vec<(&LayerBytes, Zero)> = chosen[start..end].iter().map(|(o, z)| (&o.option.bytes, Zero(*z))).collect();
+        let at = StagePosition { stage, stages: setting.pp, in_flight, boundary };
+        if arena(&bytes, setting.dp, problem.types, at).total() > problem.budget {
+            return None;
+        }
+        let (mut time, mut ends) = (0, 0);
+        for l in start..end {
+            let shared = tied.contains(&l) && tied.iter().any(|&t| (start..l).contains(&t));
+            let split = tied.iter().any(|t| !(start..end).contains(t));
+            let (t, e) = setting.layer(chosen[l].0, chosen[l].1, shared, split);
+            (time, ends) = (time + t, ends + e);
+        }
+        if stage + 1 < setting.pp {
+            time += 2 * setting.prices.message(&setting.mesh, stage, crossing[end - 1]).0;
+        }
+        (sum, slowest, longest) = (sum + time, slowest.max(time), longest.max(ends));
+    }
+    let scalar = setting.prices.across_stages(&setting.mesh, setting.mesh.all(), setting.pp, 8).0;
+    let scalars = if setting.clip == Clip::GlobalNorm { 2 } else { 1 };
+    Some(sum + (setting.m - 1) * slowest + longest + scalars * scalar)
+}
+
+#[test]
+fn the_search_finds_what_enumeration_finds() {
+    let (mut infeasible, mut tied, mut staged, mut tight) = (0, 0, 0, 0);
+    for seed in 0..300 {
+        let Instance { mut prices, problem } = instance(seed, if seed % 3 == 0 { 4 } else { 3 }, if seed % 4 == 0 { 3 } else { 2 });
+        let truth = enumerate(&problem, &mut prices);
+        let outcome = explore(&problem, &mut prices, &|| false);
+        let found = outcome.best.as_ref().map(|b| b.solution.objective);
+        assert_eq!(found, truth, "seed {seed}: {problem:?}");
+        assert!(outcome.statistics.proved && outcome.closed.iter().all(|c| !matches!(c.how, How::Open(_))), "seed {seed}");
+        infeasible += usize::from(truth.is_none());
+        let Some(best) = outcome.best else { continue };
+        tied += usize::from(best.menus.tied.contains(&true));
+        staged += usize::from(best.menus.tuple.pp > 1);
+        tight += usize::from(best.solution.choices.iter().zip(&problem.layers).any(|(&c, &k)| best.menus.choices[k][c as usize].zero.0 > 0));
+    }
+    // The instances must be of all sorts, or they prove little.
+    assert!(
+        infeasible >= 10 && tied >= 20 && staged >= 20 && tight >= 20,
+        "{infeasible} infeasible, {tied} tied, {staged} staged, {tight} with ZeRO"
+    );
+}

@@ -3,10 +3,13 @@
 mod cases;
 
 use cases::Case;
+use dplan_ir::build::Builder;
+use dplan_ir::dtype::DType;
 use dplan_ir::entity::ParamId;
 use dplan_ir::grad::{GradError, differentiate};
-use dplan_ir::graph::{Graph, Phase};
+use dplan_ir::graph::{Graph, Init, Phase};
 use dplan_ir::interp::graph::GraphRun;
+use dplan_ir::op::{Activation, Op};
 
 /// Step of the central difference; its error is about STEP² and the rounding error about 1e-16 / STEP.
 const STEP: f64 = 1e-5;
@@ -79,10 +82,10 @@ fn names_are_unique_and_cotangents_have_the_type_of_their_value() {
 fn parameters_the_loss_does_not_depend_on_are_named() {
     let mut case = cases::all().remove(0);
     let dim = case.graph.dims.ids().next().expect("a dim");
-    let mut b = dplan_ir::build::Builder::new("more");
+    let mut b = Builder::new("more");
     std::mem::swap(&mut b.graph, &mut case.graph);
     for name in ["lost", "gone"] {
-        b.param(name, dplan_ir::dtype::DType::F64, &[dim], dplan_ir::graph::Init::Zeros, Vec::new());
+        b.param(name, DType::F64, &[dim], Init::Zeros, Vec::new());
     }
     assert_eq!(differentiate(&b.graph), Err(GradError::Unreachable { params: vec!["lost".into(), "gone".into()] }));
 }
@@ -97,6 +100,42 @@ fn what_has_no_derivative_is_an_error() {
     let mut other = case.graph.clone();
     other.loss = other.nodes.values().next().map(|n| n.outputs[0]);
     assert_eq!(differentiate(&other), Err(GradError::LossNotMean));
+}
+
+#[test]
+fn ops_that_cannot_be_differentiated_through_are_named() {
+    let act = Op::Act(Activation::Relu);
+    let check = |layers: &[(u32, &str, Op, &[&str])], loss: &str, expected: GradError| {
+        let mut b = Builder::new("tiny");
+        let (n, m) = (b.dim("n", 2), b.dim("m", 3));
+        let targets = b.input("targets", DType::I32, &[n]);
+        let mut names = vec![("targets", targets), ("w", b.param("w", DType::F64, &[n, m], Init::Ones, Vec::new()))];
+        for (layer, name, op, ins) in layers {
+            b.set_layer(*layer);
+            let ins: Vec<_> = ins.iter().map(|i| names.iter().find(|(name, _)| name == i).expect("defined").1).collect();
+            let outs = b.node(name, op.clone(), &ins).unwrap_or_else(|why| panic!("{why}"));
+            names.push((name, outs[0]));
+        }
+        b.graph.loss = names.iter().find(|(name, _)| *name == loss).map(|(_, v)| *v);
+        assert_eq!(differentiate(&b.graph), Err(expected));
+    };
+    check(
+        &[(0, "y", Op::ActGrad(Activation::Silu), &["w", "w"]), (0, "loss", Op::Mean, &["y"])],
+        "loss",
+        GradError::NotDifferentiable { result: "y".into() },
+    );
+    check(&[(0, "lse", Op::CeStats, &["w", "targets"]), (0, "loss", Op::Mean, &["lse"])], "loss", GradError::Results { result: "lse.1".into() });
+    check(
+        &[
+            (0, "x", act.clone(), &["w"]),
+            (1, "a", act.clone(), &["w"]),
+            (1, "y", Op::Add, &["x", "a"]),
+            (2, "z", act, &["y"]),
+            (2, "loss", Op::Mean, &["z"]),
+        ],
+        "loss",
+        GradError::PassThrough { layer: 1, value: "x".into() },
+    );
 }
 
 fn differentiated(case: &Case) -> Graph {

@@ -1,0 +1,51 @@
+//! What a range of bytes holds, on this step's symbolic rank.
+
+use crate::entity::{BucketId, ValueId};
+use crate::mesh::AxisSet;
+use crate::program::{Role, Scalar};
+
+/// Which side of the step's update a parameter or state is on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Version {
+    Old,
+    New,
+}
+
+/// Content of a range that belongs to something which begins at byte `base`: a range is a part of it by where it lies, so that moved, cut or shifted bytes
+/// are not mistaken for it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Fact {
+    /// Unknown bytes; nothing may read them.
+    Garbage,
+    /// Zero, as the beginning of any sum.
+    Zero,
+    Value {
+        value: ValueId,
+        /// Interned sharding.
+        sharding: u32,
+        micro_batch: u64,
+        base: u64,
+    },
+    State {
+        bucket: BucketId,
+        role: Role,
+        version: Version,
+        flat: Flat,
+    },
+    Grad {
+        bucket: BucketId,
+        sum: u32,
+        flat: Flat,
+    },
+    Scalar {
+        scalar: Scalar,
+        sum: u32,
+    },
+}
+
+/// Where a flat buffer lies, and whether it is only this rank's piece (a piece in place is a part of the whole).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Flat {
+    pub base: u64,
+    pub pieces: AxisSet,
+}

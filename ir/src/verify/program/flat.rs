@@ -1,0 +1,503 @@
+//! What accumulates: gradients in flat buckets, the loss, the norm; and the update that they lead to.
+//!
+//! Reductions are linear, so they may come before or after the last contribution; a contribution added to a sum that was already reduced is caught because the
+//! two wait for different ranks. At the norm and at the update a gradient must be complete: every contribution of this stage, of every micro-batch, reduced
+//! over everything.
+
+use super::Class;
+use super::content::{Fact, Version};
+use super::dataflow::Walk;
+use super::memory::NO_GRID;
+use super::sums::{Clash, Pending, Spans, Sum, Term};
+use crate::entity::{BucketId, BufferId, ParamId, ValueId};
+use crate::mesh::AxisSet;
+use crate::program::{Content, Pattern, Role, Scalar, Write};
+
+/// Contents of a buffer, each up to a byte counted from its beginning.
+type Profile = Vec<(u64, Fact)>;
+
+impl Walk<'_> {
+    /// Adds (or writes) a contribution to the gradient of a member.
+    pub fn accumulate(&mut self, buffer: BufferId, bucket: BucketId, value: ValueId, write: Write) {
+        let new = Sum::one(Term::Value(value), self.micro_batch, self.pending(bucket));
+        let flat = self.flat(buffer);
+        self.note_write(buffer);
+        let mut fault = None;
+        let mut memo: Option<(Fact, Fact)> = None;
+        for at in self.range(buffer) {
+            for own in [true, false] {
+                let old = if own { self.cells[at].own } else { self.cells[at].rest };
+                let result = match memo {
+                    Some((from, to)) if from == old => to,
+                    _ => {
+                        let sum = match (write, old) {
+                            (Write::Set, _) | (Write::Add, Fact::Zero) => Ok(new.clone()),
+                            (Write::Add, Fact::Grad { bucket: b, sum, flat: f }) if (b, f) == (bucket, flat) => {
+                                self.sums.get(sum).plus(&new).map_err(|clash| (Class::Gradient, self.clash(&clash)))
+                            }
+                            (Write::Add, other) => Err((Class::Content, format!("adds to a gradient, but its bytes hold {}", self.show(other)))),
+                        };
+                        let sum = sum.unwrap_or_else(|why| {
+                            fault.get_or_insert(why);
+                            new.clone()
+                        });
+                        Fact::Grad { bucket, sum: self.sums.id(sum), flat }
+                    }
+                };
+                memo = Some((old, result));
+                let cell = &mut self.cells[at];
+                if own { cell.own = result } else { cell.rest = result }
+            }
+        }
+        if let Some((class, message)) = fault {
+            self.fault(class, Some(buffer), message);
+        }
+    }
+
+    /// Adds (or writes) a micro-batch's loss.
+    pub fn accumulate_scalar(&mut self, buffer: BufferId, scalar: Scalar, value: ValueId, axes: AxisSet, write: Write) {
+        let new = Sum::one(Term::Value(value), self.micro_batch, Pending { axes, stages: false });
+        self.add_scalar(buffer, scalar, new, write, Class::Loss);
+    }
+
+    fn add_scalar(&mut self, buffer: BufferId, scalar: Scalar, new: Sum, write: Write, class: Class) {
+        let old = self.scalar(buffer);
+        self.note_write(buffer);
+        let sum = match (write, old) {
+            (Write::Set, _) | (Write::Add, Fact::Zero) => Ok(new.clone()),
+            (Write::Add, Fact::Scalar { scalar: s, sum }) if s == scalar => {
+                self.sums.get(sum).plus(&new).map_err(|clash| (class, self.clash(&clash)))
+            }
+            (Write::Add, other) => Err((Class::Content, format!("adds to {}, but its bytes hold {}", scalar.name(), self.show(other)))),
+        };
+        let sum = sum.unwrap_or_else(|(class, message)| {
+            self.fault(class, Some(buffer), message);
+            new
+        });
+        let sum = self.sums.id(sum);
+        self.put_unordered(buffer, Fact::Scalar { scalar, sum });
+    }
+
+    /// The content of a scalar's bytes.
+    fn scalar(&self, buffer: BufferId) -> Fact {
+        match &self.cells[self.range(buffer)] {
+            [cell] if cell.own == cell.rest => cell.own,
+            cells if cells.iter().all(|c| c.own == cells[0].own && c.rest == cells[0].own) => cells[0].own,
+            _ => Fact::Garbage,
+        }
+    }
+
+    pub fn reduce_scalar(&mut self, scalar: Scalar, axes: AxisSet, across: bool, src: BufferId, dst: BufferId) {
+        let old = self.scalar(src);
+        if self.range(src) != self.range(dst) {
+            self.note_read(src);
+        }
+        self.note_write(dst);
+        let class = if scalar == Scalar::Loss { Class::Loss } else { Class::Norm };
+        let sum = match old {
+            Fact::Scalar { scalar: s, sum } if s == scalar => self.sums.get(sum).clone(),
+            // A stage may have nothing of its own to count.
+            Fact::Zero if scalar == Scalar::NormSquared => Sum { terms: Vec::new(), pending: self.everyone() },
+            other => {
+                let message = format!("reduces {}, but its bytes hold {}", scalar.name(), self.show(other));
+                self.fault(Class::Content, Some(src), message);
+                return self.put_unordered(dst, Fact::Garbage);
+            }
+        };
+        let sum = self.reduced(sum, axes, across).unwrap_or_else(|(sum, message)| {
+            self.fault(class, Some(src), message);
+            sum
+        });
+        let sum = self.sums.id(sum);
+        self.put_unordered(dst, Fact::Scalar { scalar, sum });
+    }
+
+    pub fn square_sum(&mut self, src: BufferId, dst: BufferId) {
+        let Content::Flat { bucket, .. } = self.types.stage.buffers[src].content else { return };
+        self.note_read(src);
+        self.expect_complete(src);
+        let new = Sum::one(Term::Bucket(bucket), 0, self.everyone());
+        self.add_scalar(dst, Scalar::NormSquared, new, Write::Add, Class::Norm);
+    }
+
+    pub fn clip(&mut self, src: BufferId, dst: BufferId) {
+        self.note_read(src);
+        match self.scalar(src) {
+            Fact::Scalar { scalar: Scalar::NormSquared, sum } if self.sums.get(sum).pending.is_done() => {}
+            other => {
+                let message = format!("expected the squared norm over all ranks, its bytes hold {}", self.show(other));
+                self.fault(Class::Norm, Some(src), message);
+            }
+        }
+        let sum = self.sums.id(Sum::default());
+        self.put(dst, Fact::Scalar { scalar: Scalar::ClipScale, sum });
+    }
+
+    pub fn update(&mut self, state: BufferId, grad: BufferId, moments: &[BufferId], param: Option<BufferId>, scale: Option<BufferId>) {
+        self.end.updates[usize::from(scale.is_none())] += 1;
+        self.note_read(grad);
+        self.expect_complete(grad);
+        if let Some(scale) = scale {
+            self.note_read(scale);
+            let found = self.scalar(scale);
+            if !matches!(found, Fact::Scalar { scalar: Scalar::ClipScale, .. }) {
+                let message = format!("expected the clip factor, its bytes hold {}", self.show(found));
+                self.fault(Class::Norm, Some(scale), message);
+            }
+        }
+        for &buffer in [state].iter().chain(moments) {
+            let Content::Flat { bucket, role, .. } = self.types.stage.buffers[buffer].content else { continue };
+            let old = self.state(buffer, bucket, role, Version::Old);
+            if let Some(found) = self.mismatch(buffer, |fact| fact == old) {
+                self.wrong(buffer, old, found);
+            }
+            let new = self.state(buffer, bucket, role, Version::New);
+            self.put(buffer, new);
+        }
+        if let Some(buffer) = param
+            && let Content::Flat { bucket, role, .. } = self.types.stage.buffers[buffer].content
+        {
+            let new = self.state(buffer, bucket, role, Version::New);
+            self.put(buffer, new);
+        }
+    }
+
+    /// A collective on flat buffers: gradients are reduced, parameters gathered.
+    pub fn collective_flat(&mut self, pattern: Pattern, axes: AxisSet, across: bool, src: BufferId, dst: BufferId) {
+        let in_place = self.range(src) == self.range(dst);
+        let (from, to) = (self.grid(src), self.grid(dst));
+        if !in_place {
+            self.note_read(src);
+        }
+        if pattern == Pattern::AllReduce && (!in_place || from == to) || !in_place {
+            let moved = match pattern {
+                Pattern::AllReduce => Ok(self.profile(src)),
+                Pattern::ReduceScatter | Pattern::AllGather => self.collapse(src).map(|fact| vec![(u64::MAX, fact)]),
+            };
+            let moved = moved.and_then(|profile| match pattern {
+                Pattern::AllGather => Ok(profile),
+                Pattern::AllReduce | Pattern::ReduceScatter => {
+                    profile.into_iter().map(|(end, fact)| Ok((end, self.reduced_fact(src, fact, axes, across)?))).collect()
+                }
+            });
+            self.note_write(dst);
+            match moved {
+                Ok(profile) => self.paste(dst, &profile),
+                Err((class, message)) => {
+                    self.fault(class, Some(src), message);
+                    self.put_unordered(dst, Fact::Garbage);
+                }
+            }
+            return;
+        }
+        self.note_write(dst);
+        let mut fault = None;
+        for at in self.range(dst) {
+            let (own, rest) = self.cells[at].seen(from);
+            let result = match pattern {
+                Pattern::AllGather => self.part_of(src, own).map(|()| (own, own, NO_GRID)),
+                Pattern::AllReduce | Pattern::ReduceScatter if own != rest => {
+                    Err((Class::Content, "its pieces differ: it is not one gradient".into()))
+                }
+                Pattern::AllReduce | Pattern::ReduceScatter => self.reduced_fact(src, own, axes, across).map(|fact| (fact, Fact::Garbage, to)),
+            };
+            let (own, rest, grid) = result.unwrap_or_else(|why| {
+                fault.get_or_insert(why);
+                (Fact::Garbage, Fact::Garbage, NO_GRID)
+            });
+            let cell = &mut self.cells[at];
+            (cell.own, cell.rest, cell.grid) = (own, rest, grid);
+        }
+        if let Some((class, message)) = fault {
+            self.fault(class, Some(src), message);
+        }
+    }
+
+    /// dst ← dst + src, of equal pieces of one gradient.
+    pub fn add_flat(&mut self, src: BufferId, dst: BufferId) {
+        let (Content::Flat { bucket, .. } | Content::Member { bucket, .. }) = self.types.stage.buffers[dst].content else { return };
+        self.note_read(src);
+        let same_cut = (self.grid(src) == NO_GRID) == (self.grid(dst) == NO_GRID);
+        let moved = if same_cut { Ok(self.profile(src)) } else { self.collapse(src).map(|fact| vec![(u64::MAX, fact)]) };
+        self.note_write(dst);
+        let flat = self.flat(dst);
+        let grid = self.grid(dst);
+        let mut fault = None;
+        let profile = moved.unwrap_or_else(|why| {
+            fault = Some((src, why));
+            vec![(u64::MAX, Fact::Garbage)]
+        });
+        let range = self.range(dst);
+        let start = self.layout.starts[range.start];
+        for at in range {
+            let (from, to) = (self.layout.starts[at] - start, self.layout.starts[at + 1] - start);
+            let added = only(&profile, from, to);
+            let (own, rest) = self.cells[at].seen(grid);
+            let sum = |fact: Fact| match fact {
+                Fact::Zero => Some(Sum::default()),
+                Fact::Grad { bucket: b, sum, .. } if b == bucket => Some(self.sums.get(sum).clone()),
+                Fact::Grad { .. } | Fact::Garbage | Fact::Value { .. } | Fact::State { .. } | Fact::Scalar { .. } => None,
+            };
+            let result = match (own, added) {
+                _ if own != rest => Err((dst, (Class::Content, "its pieces differ: it is not one gradient".to_string()))),
+                (a, b) if sum(b).is_none() => Err((src, (Class::Content, format!("added to {}, but it holds {}", self.show(a), self.show(b))))),
+                (a, Fact::Zero) => Ok(a),
+                (Fact::Zero, Fact::Grad { sum, .. }) => Ok(Fact::Grad { bucket, sum, flat }),
+                (a @ Fact::Grad { flat: f, .. }, b) if f == flat => {
+                    let (a, b) = (sum(a).unwrap_or_default(), sum(b).unwrap_or_default());
+                    match a.plus(&b) {
+                        Ok(total) => Ok(Fact::Grad { bucket, sum: self.sums.id(total), flat }),
+                        Err(clash) => Err((dst, (Class::Gradient, self.clash(&clash)))),
+                    }
+                }
+                (a, _) => Err((dst, (Class::Content, format!("adds to a gradient, but its bytes hold {}", self.show(a))))),
+            };
+            let result = result.unwrap_or_else(|why| {
+                fault.get_or_insert(why);
+                Fact::Garbage
+            });
+            self.cells[at].set(grid, result);
+        }
+        if let Some((buffer, (class, message))) = fault {
+            self.fault(class, Some(buffer), message);
+        }
+    }
+
+    /// Records the state of loss and norm when the step is over.
+    pub fn scalars_at_end(&mut self) {
+        for (id, buffer) in self.types.stage.buffers.iter() {
+            let Content::Scalar(scalar) = buffer.content else { continue };
+            let fact = self.scalar(id);
+            let Fact::Scalar { scalar: held, sum } = fact else { continue };
+            let sum = self.sums.get(sum).clone();
+            match scalar {
+                Scalar::Loss if held == scalar => {
+                    let whole = |v: ValueId| sum.micro_batches(v).is_all_below(self.micro_batches) && sum.pending.is_done();
+                    let whole = self.types.graph.loss.is_some_and(whole);
+                    if !whole {
+                        let shown = self.show(fact);
+                        self.fault(Class::Loss, Some(id), format!("at the end of the step holds {shown}"));
+                    }
+                    self.end.loss = Some(whole);
+                }
+                Scalar::NormSquared if held == scalar => {
+                    let bucket = |(term, _): &(Term, Spans)| if let Term::Bucket(b) = term { Some(*b) } else { None };
+                    self.end.norm = Some((sum.terms.iter().filter_map(bucket).collect(), sum.pending.is_done()));
+                }
+                Scalar::Loss | Scalar::NormSquared | Scalar::ClipScale => {}
+            }
+        }
+    }
+
+    /// The ranks a member's gradient has to be summed over, besides this one.
+    fn pending(&self, bucket: BucketId) -> Pending {
+        let bucket = &self.types.stage.buckets[bucket];
+        Pending { axes: bucket.partial, stages: !bucket.tied.is_empty() }
+    }
+
+    /// All ranks.
+    fn everyone(&self) -> Pending {
+        let mesh = &self.types.program.mesh;
+        Pending { axes: mesh.ids().filter(|&a| mesh.axis(a).size > 1).collect(), stages: self.types.program.stages.len() > 1 }
+    }
+
+    /// A sum after a reduction; or, with why it is wrong, what it was meant to be.
+    fn reduced(&self, mut sum: Sum, axes: AxisSet, across: bool) -> Result<Sum, (Sum, String)> {
+        // Along an axis of one rank there is nothing to sum.
+        let real: AxisSet = axes.iter().filter(|&a| self.types.program.mesh.axis(a).size > 1).collect();
+        let right = sum.pending.axes.includes(real) && (!across || sum.pending.stages);
+        let was = sum.pending;
+        sum.pending = Pending { axes: was.axes.minus(axes), stages: was.stages && !across };
+        if right {
+            return Ok(sum);
+        }
+        let over = self.show_pending(Pending { axes, stages: across }).replace("still partial ", "");
+        Err((sum, format!("is reduced {over}, but it is {}", self.show_pending(was))))
+    }
+
+    fn reduced_fact(&mut self, src: BufferId, fact: Fact, axes: AxisSet, across: bool) -> Result<Fact, (Class, String)> {
+        let (Content::Flat { bucket, .. } | Content::Member { bucket, .. }) = self.types.stage.buffers[src].content else { return Ok(fact) };
+        self.part_of(src, fact)?;
+        let sum = match fact {
+            Fact::Grad { sum, .. } => self.sums.get(sum).clone(),
+            Fact::Zero => Sum { terms: Vec::new(), pending: self.pending(bucket) },
+            other => return Err((Class::Content, format!("expected gradients of {bucket}, its bytes hold {}", self.show(other)))),
+        };
+        let sum = self.reduced(sum, axes, across).map_err(|(_, message)| (Class::Gradient, message))?;
+        Ok(Fact::Grad { bucket, sum: self.sums.id(sum), flat: self.flat(src) })
+    }
+
+    /// Whether a content is a part of the flat buffer it was read from.
+    fn part_of(&self, buffer: BufferId, fact: Fact) -> Result<(), (Class, String)> {
+        let (Content::Flat { bucket, role, .. } | Content::Member { bucket, role, .. }) = self.types.stage.buffers[buffer].content else {
+            return Ok(());
+        };
+        let right = match fact {
+            Fact::Zero => role == Role::Grad,
+            Fact::Grad { bucket: b, flat, .. } => role == Role::Grad && (b, flat) == (bucket, self.flat(buffer)),
+            Fact::State { bucket: b, role: r, flat, .. } => (b, r, flat) == (bucket, role, self.flat(buffer)),
+            Fact::Garbage | Fact::Value { .. } | Fact::Scalar { .. } => false,
+        };
+        if right { Ok(()) } else { Err((Class::Content, format!("expected {} of {bucket}, its bytes hold {}", role.name(), self.show(fact)))) }
+    }
+
+    /// A buffer's contents in order.
+    fn profile(&self, buffer: BufferId) -> Profile {
+        let (range, grid) = (self.range(buffer), self.grid(buffer));
+        let start = self.layout.starts[range.start];
+        let seen = |at: usize| {
+            let (own, rest) = self.cells[at].seen(grid);
+            (self.layout.starts[at + 1] - start, if own == rest { own } else { Fact::Garbage })
+        };
+        range.map(seen).collect()
+    }
+
+    /// Writes contents into a flat buffer, as parts of it.
+    fn paste(&mut self, buffer: BufferId, profile: &Profile) {
+        let (range, grid, flat) = (self.range(buffer), self.grid(buffer), self.flat(buffer));
+        let start = self.layout.starts.get(range.start).copied().unwrap_or(0);
+        for at in range {
+            let fact = match only(profile, self.layout.starts[at] - start, self.layout.starts[at + 1] - start) {
+                Fact::State { bucket, role, version, .. } => Fact::State { bucket, role, version, flat },
+                Fact::Grad { bucket, sum, .. } => Fact::Grad { bucket, sum, flat },
+                Fact::Zero => Fact::Zero,
+                Fact::Garbage | Fact::Value { .. } | Fact::Scalar { .. } => Fact::Garbage,
+            };
+            self.cells[at].set(grid, fact);
+        }
+    }
+
+    /// The one content of a flat buffer, when its bytes are to be cut otherwise than its members are.
+    fn collapse(&mut self, buffer: BufferId) -> Result<Fact, (Class, String)> {
+        let grid = self.grid(buffer);
+        let mut found: Option<Fact> = None;
+        for at in self.range(buffer) {
+            let (own, rest) = self.cells[at].seen(grid);
+            for fact in [own, rest] {
+                self.part_of(buffer, fact)?;
+                let Some(fact) = self.generalised(buffer, at, fact)? else { continue };
+                match found {
+                    Some(one) if one != fact => {
+                        return Err((Class::Content, format!("its members differ: {} and {}", self.show(one), self.show(fact))));
+                    }
+                    _ => found = Some(fact),
+                }
+            }
+        }
+        Ok(found.unwrap_or(Fact::Zero))
+    }
+
+    /// A gradient's content said without naming the member; `None` where any statement is true (padding, and members without contributions).
+    fn generalised(&mut self, buffer: BufferId, at: usize, fact: Fact) -> Result<Option<Fact>, (Class, String)> {
+        let Fact::Grad { bucket, sum, flat } = fact else {
+            let nothing = fact == Fact::Zero && self.expected(buffer, at).is_empty();
+            return Ok(if nothing { None } else { Some(fact) });
+        };
+        let sum = self.sums.get(sum).clone();
+        let values = self.expected(buffer, at);
+        let terms = match values.first() {
+            _ if sum.of(Term::All).is_some() && sum.terms.len() == 1 => sum.terms,
+            None if sum.terms.is_empty() => return Ok(None),
+            None => return Err((Class::Gradient, "holds a contribution that is not its parameter's".into())),
+            Some(&first) => {
+                let spans = sum.micro_batches(first);
+                if let Some(&other) = values.iter().find(|&&v| sum.micro_batches(v) != spans) {
+                    let name = |v: ValueId| self.types.graph.values[v].name.clone();
+                    let message = format!(
+                        "`{}` of micro-batch {} is in it, `{}` of micro-batch {}",
+                        name(first),
+                        spans.show(),
+                        name(other),
+                        sum.micro_batches(other).show()
+                    );
+                    return Err((Class::Gradient, message));
+                }
+                if spans == Spans::default() { Vec::new() } else { vec![(Term::All, spans)] }
+            }
+        };
+        let sum = self.sums.id(Sum { terms, pending: sum.pending });
+        Ok(Some(Fact::Grad { bucket, sum, flat }))
+    }
+
+    /// The member whose bytes a cell of a flat buffer is; none for padding, and for a separate piece, whose bytes are no member's in particular.
+    fn member_at(&self, buffer: BufferId, at: usize) -> Option<ParamId> {
+        let row = &self.types.stage.buffers[buffer];
+        let bucket = match row.content {
+            Content::Flat { bucket, .. } => bucket,
+            Content::Member { param, .. } => return Some(param),
+            Content::Value { .. } | Content::Scalar(_) | Content::Scratch => return None,
+        };
+        let elem = (self.layout.starts[at] - self.flat(buffer).base) / row.dtype.size();
+        let members = &self.types.stage.buckets[bucket].members;
+        members.iter().find(|m| (m.offset..m.offset + m.elems).contains(&elem)).map(|m| m.param)
+    }
+
+    /// The contributions that belong into a cell of a gradient buffer.
+    fn expected(&self, buffer: BufferId, at: usize) -> Vec<ValueId> {
+        let of = |param: ParamId| self.contributions.get(&param).into_iter().flatten().copied();
+        let separate = !self.flat(buffer).pieces.is_empty();
+        match self.types.stage.buffers[buffer].content {
+            Content::Flat { bucket, .. } if separate => self.types.stage.buckets[bucket].members.iter().flat_map(|m| of(m.param)).collect(),
+            _ => self.member_at(buffer, at).map(of).into_iter().flatten().collect(),
+        }
+    }
+
+    /// Reports a gradient that is not complete: each contribution once for each micro-batch, and reduced.
+    fn expect_complete(&mut self, buffer: BufferId) {
+        let grid = self.grid(buffer);
+        for at in self.range(buffer) {
+            let (own, rest) = self.cells[at].seen(grid);
+            for fact in [own, rest] {
+                if let Err((class, message)) = self.complete(buffer, at, fact) {
+                    return self.fault(class, Some(buffer), message);
+                }
+            }
+        }
+    }
+
+    fn complete(&self, buffer: BufferId, at: usize, fact: Fact) -> Result<(), (Class, String)> {
+        self.part_of(buffer, fact)?;
+        let (Content::Flat { bucket, .. } | Content::Member { bucket, .. }) = self.types.stage.buffers[buffer].content else { return Ok(()) };
+        let values = self.expected(buffer, at);
+        let padding = self.member_at(buffer, at).is_none() && self.flat(buffer).pieces.is_empty();
+        let sum = match fact {
+            Fact::Grad { sum, .. } => self.sums.get(sum).clone(),
+            // Zeros are complete where nothing is ever added, here or on other homes.
+            _ if padding || self.types.stage.buckets[bucket].tied.is_empty() => Sum::default(),
+            _ => Sum { terms: Vec::new(), pending: self.pending(bucket) },
+        };
+        if !sum.pending.is_done() {
+            let why = self.show_pending(sum.pending);
+            return Err((Class::Gradient, format!("the gradient is used, but it is {why}")));
+        }
+        match values.iter().find(|&&v| !sum.micro_batches(v).is_all_below(self.micro_batches)) {
+            None => Ok(()),
+            Some(&value) => {
+                let name = &self.types.graph.values[value].name;
+                let have = sum.micro_batches(value).show();
+                let have = if have.is_empty() { "none".into() } else { have };
+                let last = self.micro_batches - 1;
+                Err((Class::Gradient, format!("the gradient is used, but of micro-batches 0–{last} of `{name}` it has {have}")))
+            }
+        }
+    }
+
+    fn clash(&self, clash: &Clash) -> String {
+        match clash {
+            Clash::Pending(a, b) => format!("adds sums that differ: one is {}, one {}", self.show_pending(*a), self.show_pending(*b)),
+            Clash::Twice(Term::All, at) => format!("adds the contributions of micro-batch {at} a second time"),
+            Clash::Twice(Term::Value(v), at) => format!("adds `{}` of micro-batch {at} a second time", self.types.graph.values[*v].name),
+            Clash::Twice(Term::Bucket(b), _) => format!("counts {b} a second time"),
+        }
+    }
+}
+
+/// The one content of `[from, to)` in a profile.
+fn only(profile: &Profile, from: u64, to: u64) -> Fact {
+    let first = profile.partition_point(|&(end, _)| end <= from);
+    let last = profile.partition_point(|&(end, _)| end < to);
+    match profile.get(first) {
+        Some(&(_, fact)) if profile[first..=last.min(profile.len() - 1)].iter().all(|&(_, f)| f == fact) => fact,
+        Some(_) | None => Fact::Garbage,
+    }
+}

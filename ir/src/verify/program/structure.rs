@@ -1,0 +1,402 @@
+//! Ids, axes, sizes and byte ranges in bounds; buckets and schedule consistent. Every later pass indexes freely on the strength of this one.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::{Class, Place, Report};
+use crate::entity::{BucketId, BufferId, Id, ParamId, SegmentId};
+use crate::graph::{Def, Graph, Type};
+use crate::mesh::{AxisSet, MAX_AXES};
+use crate::program::{Buffer, Content, Instr, Program, Role, SegmentKind, StageProgram};
+use crate::rule::{Split, rule};
+use crate::sharding::{LocalType, Sharding};
+
+/// Events of a stage: many more than a program has use for, few enough to keep a clock for each.
+const MAX_EVENTS: u32 = 1 << 20;
+
+pub(super) fn check(graph: &Graph, program: &Program, report: &mut Report) {
+    whole_program(graph, program, report);
+    if !report.is_clean() {
+        return;
+    }
+    for (index, stage) in program.stages.iter().enumerate() {
+        let mut checker = Checker { graph, program, stage, place: Place::stage(index), index, report };
+        checker.regions();
+        checker.buckets();
+        checker.buffers();
+        checker.segments();
+        checker.schedule();
+    }
+    if report.is_clean() {
+        homes(graph, program, report);
+    }
+}
+
+/// Shape of one rank's part, or why there is none.
+pub(super) fn local(program: &Program, ty: &Type, sharding: &Sharding) -> Result<LocalType, String> {
+    if sharding.dims.len() != ty.dims.len() {
+        return Err(format!("the sharding has {} dims, the value has {}", sharding.dims.len(), ty.dims.len()));
+    }
+    if !program.mesh.all().includes(sharding.used()) {
+        return Err("the sharding uses an axis that the mesh does not have".into());
+    }
+    if !sharding.is_valid() {
+        return Err("the sharding uses an axis twice".into());
+    }
+    for (at, (&dim, &axes)) in ty.dims.iter().zip(&sharding.dims).enumerate() {
+        let (size, ways) = (program.padded.size(dim), program.mesh.size(axes));
+        if size % ways != 0 {
+            return Err(format!("dim {at} of padded size {size} does not cut into {ways} blocks"));
+        }
+    }
+    Ok(crate::sharding::local_type(ty, sharding, &program.padded, &program.mesh))
+}
+
+fn whole_program(graph: &Graph, program: &Program, report: &mut Report) {
+    let mut fault = |message: String| report.push(Class::Structure, Place::default(), message);
+    let ranks = program.mesh.axes.iter().try_fold(1u64, |n, axis| n.checked_mul(axis.size).filter(|&n| n > 0 && n <= 1 << 32));
+    if program.mesh.axes.len() > MAX_AXES || ranks.is_none() {
+        fault(format!("the mesh must have 1 to {MAX_AXES} axes of positive size and at most 2^32 ranks"));
+    }
+    if program.stages.is_empty() || program.micro_batches == 0 {
+        fault("a program has at least one stage and one micro-batch".into());
+    }
+    if !graph.is_differentiated() {
+        fault("the graph is not differentiated".into());
+    }
+    if program.optimizer.is_none() && !graph.params.is_empty() {
+        fault("the program names no optimizer for the graph's parameters".into());
+    }
+    if program.padded.0.len() != graph.dims.len() {
+        return fault(format!("padded sizes of {} dims, the graph has {}", program.padded.0.len(), graph.dims.len()));
+    }
+    if let Some((id, dim)) = graph.dims.iter().find(|&(id, dim)| program.padded.size(id) < dim.size || dim.size == 0) {
+        return fault(format!("dim {id} `{}` of size {} is padded to {}", dim.name, dim.size, program.padded.size(id)));
+    }
+    if graph.dims.ids().all(|d| program.padded.size(d) == graph.size(d)) {
+        return;
+    }
+    for (id, node) in graph.nodes.iter() {
+        let dims = |values: &[crate::entity::ValueId]| values.iter().map(|&v| graph.values[v].ty.dims.clone()).collect::<Vec<_>>();
+        let (ins, outs) = (dims(&node.inputs), dims(&node.outputs));
+        let ranks = |dims: &[Vec<_>]| dims.iter().map(Vec::len).collect::<Vec<_>>();
+        let rule = rule(&node.op, &ranks(&ins), &ranks(&outs));
+        let labels = rule.ins.iter().chain(rule.outs.iter().map(|(l, _)| l));
+        for (labels, dims) in labels.zip(ins.iter().chain(&outs)) {
+            for (&label, &dim) in labels.iter().zip(dims) {
+                let split = rule.factor(label).map(|f| f.split);
+                if program.padded.size(dim) != graph.size(dim) && split != Some(Split::Free) {
+                    fault(format!("dim {dim} `{}` is padded, but it is factor `{label}` of {id}, which cannot be", graph.dims[dim].name));
+                }
+            }
+        }
+    }
+}
+
+/// A parameter with homes on several stages is tied over exactly them, with the same bucket on each.
+fn homes(graph: &Graph, program: &Program, report: &mut Report) {
+    let mut homes: BTreeMap<ParamId, Vec<(u32, BucketId)>> = BTreeMap::new();
+    for (index, stage) in program.stages.iter().enumerate() {
+        for (id, bucket) in stage.buckets.iter() {
+            for member in &bucket.members {
+                homes.entry(member.param).or_default().push((index as u32, id));
+            }
+        }
+    }
+    for (param, homes) in homes {
+        let bucket = |&(stage, id): &(u32, BucketId)| &program.stages[stage as usize].buckets[id];
+        let stages: Vec<u32> = homes.iter().map(|h| h.0).collect();
+        let tied = if stages.len() > 1 { stages } else { Vec::new() };
+        for home in &homes {
+            let (this, first) = (bucket(home), bucket(&homes[0]));
+            let name = &graph.values[graph.params[param].value].name;
+            let at = Place::stage(home.0 as usize);
+            if this.tied != tied {
+                report.push(Class::Structure, at, format!("{}: `{name}` is tied over stages {:?}, but its homes are on {tied:?}", home.1, this.tied));
+            } else if (&this.members, this.elems, this.partial) != (&first.members, first.elems, first.partial) {
+                report.push(Class::Structure, at, format!("{}: `{name}` has another layout here than on stage {}", home.1, homes[0].0));
+            }
+        }
+    }
+}
+
+struct Checker<'a> {
+    graph: &'a Graph,
+    program: &'a Program,
+    stage: &'a StageProgram,
+    index: usize,
+    place: Place,
+    report: &'a mut Report,
+}
+
+impl Checker<'_> {
+    fn fault(&mut self, message: String) {
+        self.report.push(Class::Structure, self.place, message);
+    }
+
+    fn regions(&mut self) {
+        let mut end = 0u64;
+        for region in &self.stage.regions {
+            if region.offset != end {
+                self.fault(format!("region `{}` begins at {}, the one before ends at {end}", region.name, region.offset));
+            }
+            end = region.offset.saturating_add(region.bytes);
+        }
+        if end != self.stage.arena_bytes {
+            self.fault(format!("the regions end at {end}, the arena at {}", self.stage.arena_bytes));
+        }
+    }
+
+    fn buckets(&mut self) {
+        let mut seen = BTreeSet::new();
+        for (id, bucket) in self.stage.buckets.iter() {
+            let mut fault = |message: String| self.report.push(Class::Structure, self.place, format!("{id}: {message}"));
+            if !self.program.mesh.all().includes(bucket.partial) {
+                fault("partial over an axis that the mesh does not have".into());
+            }
+            let sorted = bucket.tied.windows(2).all(|w| w[0] < w[1]);
+            let homes = bucket.tied.is_empty() || bucket.tied.len() > 1 && bucket.tied.contains(&(self.index as u32));
+            if !sorted || !homes || bucket.tied.iter().any(|&s| s as usize >= self.program.stages.len()) {
+                fault(format!("tied over {:?}: expected this stage and others, in order", bucket.tied));
+            }
+            let dtype = bucket.members.first().and_then(|m| self.graph.params.get(m.param)).map(|p| self.graph.values[p.value].ty.dtype);
+            let mut ranges = Vec::new();
+            for member in &bucket.members {
+                let Some(param) = self.graph.params.get(member.param) else {
+                    fault(format!("{} is not a parameter of the graph", member.param));
+                    continue;
+                };
+                let value = &self.graph.values[param.value];
+                if !seen.insert(member.param) {
+                    fault(format!("`{}` is a member twice on this stage", value.name));
+                }
+                match local(self.program, &value.ty, &member.sharding) {
+                    Err(why) => fault(format!("`{}`: {why}", value.name)),
+                    Ok(ty) if ty.elems() != member.elems => fault(format!("`{}` has {} elements, not {}", value.name, ty.elems(), member.elems)),
+                    Ok(_) => {}
+                }
+                if member.sharding.used().intersects(bucket.partial) || !member.sharding.partial.is_empty() {
+                    fault(format!("`{}` is sharded by an axis that its gradient is partial over", value.name));
+                }
+                match member.offset.checked_add(member.elems).filter(|&end| end <= bucket.elems) {
+                    None => fault(format!("`{}` ends behind the bucket", value.name)),
+                    Some(end) => ranges.push((member.offset, end)),
+                }
+                if Some(value.ty.dtype) != dtype {
+                    fault(format!("`{}` has another element type than the first member", value.name));
+                }
+            }
+            ranges.sort_unstable();
+            if ranges.windows(2).any(|w| w[0].1 > w[1].0) {
+                fault("members overlap".into());
+            }
+        }
+    }
+
+    fn buffers(&mut self) {
+        for (id, buffer) in self.stage.buffers.iter() {
+            if let Err(why) = self.buffer(buffer) {
+                self.report.push(Class::Structure, self.place.buffer(id), why);
+            }
+        }
+    }
+
+    fn buffer(&self, buffer: &Buffer) -> Result<(), String> {
+        let (mesh, size) = (&self.program.mesh, buffer.dtype.size());
+        let expect = |bytes: u64, dtype| match () {
+            () if buffer.dtype != dtype => Err(format!("element type {}, expected {dtype}", buffer.dtype)),
+            () if buffer.bytes != bytes => Err(format!("{} bytes, expected {bytes}", buffer.bytes)),
+            () => Ok(()),
+        };
+        if !mesh.all().includes(buffer.piece_axes) {
+            return Err("pieces over an axis that the mesh does not have".into());
+        }
+        match &buffer.content {
+            Content::Value { value, sharding } => {
+                let value = self.graph.values.get(*value).ok_or_else(|| format!("{value} is not a value of the graph"))?;
+                let ty = local(self.program, &value.ty, sharding).map_err(|why| format!("`{}`: {why}", value.name))?;
+                expect(ty.bytes(), ty.dtype)?;
+            }
+            &Content::Flat { bucket: id, role, pieces } => {
+                let bucket = self.stage.buckets.get(id).ok_or_else(|| format!("{id} is not a bucket of this stage"))?;
+                if !mesh.all().includes(pieces) || bucket.members.iter().any(|m| m.sharding.used().intersects(pieces)) {
+                    return Err(format!("pieces over {pieces:?}: expected axes of the mesh over which every member is replicated"));
+                }
+                if bucket.elems % mesh.size(pieces) != 0 {
+                    return Err(format!("{} elements do not cut into {} pieces", bucket.elems, mesh.size(pieces)));
+                }
+                expect(bucket.elems / mesh.size(pieces) * size, self.role_dtype(id, role))?;
+            }
+            &Content::Member { bucket: id, role, param } => {
+                let bucket = self.stage.buckets.get(id).ok_or_else(|| format!("{id} is not a bucket of this stage"))?;
+                let member = bucket.members.iter().find(|m| m.param == param).ok_or_else(|| format!("{param} is not in {id}"))?;
+                expect(member.elems * size, self.role_dtype(id, role))?;
+                if buffer.offset < member.offset * size {
+                    return Err("its flat buffer would begin before the arena".into());
+                }
+            }
+            Content::Scalar(_) => {
+                if buffer.bytes != size || buffer.dtype == crate::dtype::DType::I32 {
+                    return Err("a scalar is one floating-point element".into());
+                }
+            }
+            Content::Scratch => {}
+        }
+        match &buffer.content {
+            Content::Flat { pieces, .. } if *pieces == buffer.piece_axes => {}
+            _ if buffer.piece_axes.is_empty() => {}
+            _ => return Err("only a piece of a flat buffer lies in place, over the axes of its pieces".into()),
+        }
+        if buffer.offset % size != 0 || buffer.slot_stride % size != 0 {
+            return Err(format!("not aligned to its elements of {size} bytes"));
+        }
+        if buffer.slots == 0 {
+            return Err("no slots".into());
+        }
+        let footprint = buffer.bytes.checked_mul(mesh.size(buffer.piece_axes)).ok_or("too large")?;
+        if buffer.slots > 1 && buffer.slot_stride < footprint {
+            return Err(format!("slots of {footprint} bytes are only {} apart", buffer.slot_stride));
+        }
+        let end =
+            (buffer.slots - 1).checked_mul(buffer.slot_stride).and_then(|n| n.checked_add(footprint)).and_then(|n| n.checked_add(buffer.offset));
+        match end {
+            Some(end) if end <= self.stage.arena_bytes => Ok(()),
+            _ => Err(format!("ends behind the arena of {} bytes", self.stage.arena_bytes)),
+        }
+    }
+
+    fn role_dtype(&self, bucket: BucketId, role: Role) -> crate::dtype::DType {
+        let first = self.stage.buckets[bucket].members.first();
+        let compute = first.and_then(|m| self.graph.params.get(m.param)).map_or(crate::dtype::DType::F32, |p| self.graph.values[p.value].ty.dtype);
+        match role {
+            Role::Param => compute,
+            Role::Master | Role::Grad | Role::Moment1 | Role::Moment2 => compute.accumulator(),
+        }
+    }
+
+    fn segments(&mut self) {
+        for (segment, body) in self.stage.segments.iter().map(|(id, s)| (id, &s.body)) {
+            for (at, issue) in body.iter().enumerate() {
+                if let Err((buffer, why)) = self.instr(&issue.instr) {
+                    let place = Place { buffer, ..self.place.instr(segment, at) };
+                    self.report.push(Class::Structure, place, why);
+                }
+            }
+        }
+    }
+
+    fn instr(&self, instr: &Instr) -> Result<(), (Option<BufferId>, String)> {
+        if let Some(bad) = buffers_of(instr).into_iter().find(|&b| b.index() >= self.stage.buffers.len()) {
+            return Err((None, format!("{bad} is not a buffer of this stage")));
+        }
+        let err = |why: String| Err((None, why));
+        let stages = self.program.stages.len() as u32;
+        let dims = |buffer: BufferId| match &self.stage.buffers[buffer].content {
+            Content::Value { sharding, .. } => sharding.dims.len() as u32,
+            Content::Member { .. } | Content::Flat { .. } | Content::Scalar(_) | Content::Scratch => u32::MAX,
+        };
+        let axes_in_mesh = |axes: AxisSet| self.program.mesh.all().includes(axes);
+        match instr {
+            Instr::Run { node, ins, outs, .. } => {
+                let Some(node) = self.graph.nodes.get(*node) else { return err(format!("{node} is not a node of the graph")) };
+                if (ins.len(), outs.len()) != (node.inputs.len(), node.outputs.len()) {
+                    return err(format!("expected {} operands and {} results", node.inputs.len(), node.outputs.len()));
+                }
+            }
+            &Instr::Slice { src, dst, axes, dim } => {
+                if !axes_in_mesh(axes) || axes.is_empty() || dim >= dims(src) || dim >= dims(dst) {
+                    return err(format!("slice of dim {dim} over {axes:?}"));
+                }
+            }
+            Instr::Collective { axes, stages: across, dim, src, dst, .. } => {
+                if !axes_in_mesh(*axes) || axes.is_empty() && across.is_empty() {
+                    return err(format!("collective over {axes:?}"));
+                }
+                if *dim != 0 && (*dim >= dims(*src) || *dim >= dims(*dst)) {
+                    return err(format!("there is no dim {dim}"));
+                }
+                let sorted = across.windows(2).all(|w| w[0] < w[1]) && across.iter().all(|&s| s < stages);
+                if !across.is_empty() && (!sorted || across.len() < 2 || !across.contains(&(self.index as u32))) {
+                    return err(format!("across stages {across:?}: expected this stage and others, in order"));
+                }
+            }
+            Instr::Send { to: other, .. } | Instr::Recv { from: other, .. } => {
+                if *other >= stages || *other as usize == self.index {
+                    return err(format!("there is no other stage {other}"));
+                }
+            }
+            Instr::SquareSum { once, .. } => {
+                if !axes_in_mesh(*once) {
+                    return err(format!("once over {once:?}"));
+                }
+            }
+            Instr::Record(event) | Instr::Wait(event) => {
+                if event.0 >= self.stage.events {
+                    return err(format!("{event} of {} events", self.stage.events));
+                }
+            }
+            Instr::Input { dst } => match &self.stage.buffers[*dst].content {
+                Content::Value { value, .. } if self.graph.values.get(*value).is_some_and(|v| v.def == Def::Input) => {}
+                _ => return Err((Some(*dst), "expected the buffer of a graph input".into())),
+            },
+            Instr::Zero { .. } | Instr::AddInto { .. } | Instr::ClipScale { .. } | Instr::Update { .. } => {}
+        }
+        Ok(())
+    }
+
+    /// Every micro-batch has a forward and a backward; no segment is called twice for one micro-batch.
+    fn schedule(&mut self) {
+        let micro_batches = self.program.micro_batches;
+        if micro_batches > self.stage.schedule.len() as u64 {
+            return self.fault(format!("{} calls for {micro_batches} micro-batches", self.stage.schedule.len()));
+        }
+        if self.stage.events > MAX_EVENTS {
+            self.fault(format!("{} events, at most {MAX_EVENTS} are allowed", self.stage.events));
+        }
+        let mut called: BTreeSet<(SegmentId, u64)> = BTreeSet::new();
+        let mut passes = vec![[0u32; 2]; micro_batches as usize];
+        for (at, call) in self.stage.schedule.iter().enumerate() {
+            let Some(segment) = self.stage.segments.get(call.segment) else {
+                return self.fault(format!("call {at}: {} is not a segment of this stage", call.segment));
+            };
+            if call.micro_batch >= micro_batches {
+                return self.fault(format!("call {at}: micro-batch {} of {micro_batches}", call.micro_batch));
+            }
+            if !called.insert((call.segment, call.micro_batch)) {
+                self.report.push(
+                    Class::Structure,
+                    Place { segment: Some(call.segment), ..self.place },
+                    format!("call {at}: {} is called again for micro-batch {}", call.segment, call.micro_batch),
+                );
+            }
+            match segment.kind {
+                SegmentKind::Begin | SegmentKind::Update => {}
+                SegmentKind::Forward => passes[call.micro_batch as usize][0] += 1,
+                SegmentKind::Backward | SegmentKind::BackwardLast => passes[call.micro_batch as usize][1] += 1,
+            }
+        }
+        for (name, pass) in [("forward", 0), ("backward", 1)] {
+            let counts: BTreeSet<u32> = passes.iter().map(|p| p[pass]).collect();
+            if let Some(micro_batch) = passes.iter().position(|p| p[pass] == 0) {
+                self.fault(format!("micro-batch {micro_batch} has no {name} call"));
+            } else if counts.len() > 1 {
+                self.fault(format!("micro-batches have different numbers of {name} calls"));
+            }
+        }
+    }
+}
+
+/// Every buffer an instruction names.
+pub(super) fn buffers_of(instr: &Instr) -> Vec<BufferId> {
+    match instr {
+        Instr::Run { ins, outs, scratch, .. } => ins.iter().chain(outs).chain(scratch).copied().collect(),
+        Instr::Input { dst } | Instr::Zero { dst } | Instr::Recv { dst, .. } => vec![*dst],
+        Instr::Send { src, .. } => vec![*src],
+        Instr::Slice { src, dst, .. }
+        | Instr::Collective { src, dst, .. }
+        | Instr::AddInto { src, dst }
+        | Instr::SquareSum { src, dst, .. }
+        | Instr::ClipScale { src, dst } => vec![*src, *dst],
+        Instr::Update { state, grad, moments, param, scale } => [*state, *grad].iter().chain(moments).chain(param).chain(scale).copied().collect(),
+        Instr::Record(_) | Instr::Wait(_) => Vec::new(),
+    }
+}

@@ -1,0 +1,351 @@
+//! Each instruction alone: the shardings of operands and results fit one factor assignment, or one reshard step, of the values they claim.
+//!
+//! For a node with factor rule `ins → outs`, the operands' shardings determine an assignment letter → axes (each axis to one letter); the results must then be
+//! sharded and partial exactly as [`crate::rule::Rule::place`] says. A result that is accumulated claims its sharding through its buffer: a member's gradient
+//! has the member's sharding and is partial over the bucket's axes.
+
+use super::structure::local;
+use super::{Class, Place, Report};
+use crate::cost::workspace_bytes;
+use crate::entity::{BucketId, BufferId, NodeId, ValueId};
+use crate::graph::{Graph, Layout, Node};
+use crate::mesh::AxisSet;
+use crate::program::{Buffer, Content, Instr, Pattern, Program, Role, Scalar, StageProgram, Write};
+use crate::reshard::Step;
+use crate::rule::{Assignment, Linear, Split, rule};
+use crate::sharding::{Monoid, Sharding};
+
+pub(super) fn check(graph: &Graph, program: &Program, report: &mut Report) {
+    for (index, stage) in program.stages.iter().enumerate() {
+        let types = Types { graph, program, stage };
+        for (segment, body) in stage.segments.iter().map(|(id, s)| (id, &s.body)) {
+            for (at, issue) in body.iter().enumerate() {
+                if let Err(Fault { buffer, message }) = types.instr(&issue.instr) {
+                    let place = Place { buffer, ..Place::stage(index).instr(segment, at) };
+                    report.push(Class::Type, place, message);
+                }
+            }
+        }
+    }
+}
+
+/// What is wrong with an instruction, and with which of its buffers.
+pub(super) struct Fault {
+    buffer: Option<BufferId>,
+    message: String,
+}
+
+fn fault<T>(buffer: impl Into<Option<BufferId>>, message: impl Into<String>) -> Result<T, Fault> {
+    Err(Fault { buffer: buffer.into(), message: message.into() })
+}
+
+pub(super) struct Types<'a> {
+    pub graph: &'a Graph,
+    pub program: &'a Program,
+    pub stage: &'a StageProgram,
+}
+
+impl Types<'_> {
+    fn instr(&self, instr: &Instr) -> Result<(), Fault> {
+        match instr {
+            Instr::Run { node, ins, outs, scratch, write } => self.run(*node, ins, outs, *scratch, *write),
+            Instr::Input { dst } => match self.content(*dst) {
+                Content::Value { sharding, .. } if sharding.partial.is_empty() => Ok(()),
+                _ => fault(*dst, "an input is loaded whole, not partial"),
+            },
+            &Instr::Slice { src, dst, axes, dim } => self.step(src, dst, Step::Slice { axes, dim }),
+            Instr::Collective { pattern, axes, stages, dim, monoid, src, dst } => {
+                let step = match pattern {
+                    Pattern::AllReduce => Step::AllReduce { axes: *axes, monoid: *monoid },
+                    Pattern::ReduceScatter => Step::ReduceScatter { axes: *axes, dim: *dim, monoid: *monoid },
+                    Pattern::AllGather => Step::AllGather { axes: *axes, dim: *dim },
+                };
+                if !stages.is_empty() && (*pattern != Pattern::AllReduce || matches!(self.content(*src), Content::Value { .. })) {
+                    return fault(*src, "across stages only gradients and scalars are reduced");
+                }
+                match self.content(*src) {
+                    Content::Value { .. } => self.step(*src, *dst, step),
+                    Content::Member { role: Role::Param, .. } if *pattern == Pattern::AllGather => self.step(*src, *dst, step),
+                    Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) => self.flat_step(*src, *dst, step, *pattern),
+                    Content::Scratch => fault(*src, "scratch is read"),
+                }
+            }
+            &Instr::Send { src: buffer, .. } | &Instr::Recv { dst: buffer, .. } => match self.content(buffer) {
+                Content::Value { .. } => Ok(()),
+                _ => fault(buffer, "messages between stages carry graph values"),
+            },
+            &Instr::Zero { dst } => match self.content(dst) {
+                Content::Flat { role: Role::Grad, .. } | Content::Member { role: Role::Grad, .. } | Content::Scalar(_) => Ok(()),
+                _ => fault(dst, "only what accumulates (gradients, scalars) is cleared"),
+            },
+            &Instr::AddInto { src, dst } => self.add_into(src, dst),
+            &Instr::SquareSum { src, dst, once } => self.square_sum(src, dst, once),
+            &Instr::ClipScale { src, dst } => {
+                if *self.content(src) != Content::Scalar(Scalar::NormSquared) {
+                    return fault(src, "expected the squared norm");
+                }
+                self.expect_scalar(dst, Scalar::ClipScale)
+            }
+            Instr::Update { state, grad, moments, param, scale } => self.update(*state, *grad, moments, *param, *scale),
+            Instr::Record(_) | Instr::Wait(_) => Ok(()),
+        }
+    }
+
+    fn buffer(&self, id: BufferId) -> &Buffer {
+        &self.stage.buffers[id]
+    }
+    fn content(&self, id: BufferId) -> &Content {
+        &self.stage.buffers[id].content
+    }
+
+    /// The graph value and sharding that a buffer holds, for buffers that hold one.
+    pub fn value(&self, id: BufferId) -> Option<(ValueId, Sharding)> {
+        match self.content(id) {
+            Content::Value { value, sharding } => Some((*value, sharding.clone())),
+            &Content::Member { bucket, role: Role::Param, param } => {
+                let member = self.stage.buckets[bucket].members.iter().find(|m| m.param == param)?;
+                Some((self.graph.params[param].value, member.sharding.clone()))
+            }
+            Content::Member { .. } | Content::Flat { .. } | Content::Scalar(_) | Content::Scratch => None,
+        }
+    }
+
+    fn run(&self, id: NodeId, ins: &[BufferId], outs: &[BufferId], scratch: Option<BufferId>, write: Write) -> Result<(), Fault> {
+        let node = &self.graph.nodes[id];
+        let results = self.results(node, ins, outs)?;
+        for ((&buffer, &value), result) in outs.iter().zip(&node.outputs).zip(&results) {
+            let name = &self.graph.values[value].name;
+            let claim = match self.content(buffer) {
+                Content::Value { value: v, sharding } if *v == value && write == Write::Set => sharding.clone(),
+                &Content::Member { bucket, role: Role::Grad, param } if self.graph.grads[param].contains(&value) => self.gradient(bucket, param),
+                Content::Scalar(Scalar::Loss) if self.graph.loss == Some(value) => continue,
+                Content::Value { value: v, .. } if *v == value => return fault(buffer, "only gradients and the loss are added to"),
+                _ => return fault(buffer, format!("expected a buffer for `{name}`")),
+            };
+            if claim != *result {
+                return fault(buffer, format!("`{name}` comes out as {}, the buffer claims {}", self.show(result), self.show(&claim)));
+            }
+        }
+        let locals: Result<Vec<_>, String> = node
+            .inputs
+            .iter()
+            .zip(ins)
+            .map(|(&v, &b)| {
+                let sharding = self.value(b).map_or_else(|| Sharding::replicated(0), |(_, s)| s);
+                local(self.program, &self.graph.values[v].ty, &sharding)
+            })
+            .collect();
+        let need = locals.map(|l| workspace_bytes(&node.op, &l.iter().collect::<Vec<_>>())).or_else(|why| fault(None, why))?;
+        match scratch {
+            Some(b) if *self.content(b) != Content::Scratch => fault(b, "expected a scratch buffer"),
+            Some(b) if self.buffer(b).bytes < need => fault(b, format!("{} bytes of working memory, the op may use {need}", self.buffer(b).bytes)),
+            None if need > 0 => fault(None, format!("no working memory, the op may use {need} bytes")),
+            Some(_) | None => Ok(()),
+        }
+    }
+
+    /// The shardings that a node's results have, given its operands' (and, for letters that only results have, the results' own claims).
+    pub fn results(&self, node: &Node, ins: &[BufferId], outs: &[BufferId]) -> Result<Vec<Sharding>, Fault> {
+        let ranks = |values: &[ValueId]| values.iter().map(|&v| self.graph.values[v].ty.dims.len()).collect::<Vec<_>>();
+        let rule = rule(&node.op, &ranks(&node.inputs), &ranks(&node.outputs));
+        let mut operands = Vec::new();
+        for (&buffer, &value) in ins.iter().zip(&node.inputs) {
+            match self.value(buffer) {
+                Some((v, sharding)) if v == value => operands.push(sharding),
+                _ => return fault(buffer, format!("expected an operand that holds `{}`", self.graph.values[value].name)),
+            }
+        }
+        if let Some(first) = operands.iter().find(|s| !s.partial.is_empty()) {
+            return match rule.linear {
+                Linear::Yes if operands.iter().all(|s| s == first) => Ok(vec![first.clone(); outs.len()]),
+                Linear::Yes => fault(None, "operands that wait for a reduction are added only where all have the same sharding"),
+                Linear::No => {
+                    let at = operands.iter().position(|s| s == first).unwrap_or(0);
+                    fault(ins[at], format!("the operand is {}: it must be reduced before it is read", self.show(first)))
+                }
+            };
+        }
+        let mut axes_of: Vec<(char, AxisSet)> = Vec::new();
+        let claims: Vec<Option<Sharding>> = outs.iter().map(|&b| self.claim(b)).collect();
+        let sides = rule.ins.iter().zip(operands.iter().map(Some)).zip(ins).map(|((l, s), &b)| (l, s, b, true));
+        let results = rule.outs.iter().zip(&claims).zip(outs).map(|(((l, _), s), &b)| (l, s.as_ref(), b, false));
+        for (labels, sharding, buffer, operand) in sides.chain(results) {
+            let Some(sharding) = sharding else { continue };
+            for (&label, &axes) in labels.iter().zip(&sharding.dims) {
+                match axes_of.iter().find(|(l, _)| *l == label) {
+                    Some(&(_, known)) if known != axes && operand => {
+                        return fault(buffer, format!("factor `{label}` is split by {} here and by {} elsewhere", self.axes(axes), self.axes(known)));
+                    }
+                    Some(_) => {}
+                    None => axes_of.push((label, axes)),
+                }
+            }
+        }
+        let mut assignment = Assignment::default();
+        for (label, axes) in axes_of {
+            if assignment.used().intersects(axes) {
+                return fault(None, format!("factor `{label}` is split by an axis of {} that splits another factor too", self.axes(axes)));
+            }
+            if !axes.is_empty() && rule.factor(label).is_some_and(|f| f.split == Split::Whole) {
+                return fault(None, format!("factor `{label}` is split by {}, but must be whole", self.axes(axes)));
+            }
+            assignment.assign(label, axes);
+        }
+        Ok(rule.place(&assignment).outs)
+    }
+
+    /// The sharding a result buffer claims, where it claims one.
+    fn claim(&self, buffer: BufferId) -> Option<Sharding> {
+        match self.content(buffer) {
+            Content::Value { sharding, .. } => Some(sharding.clone()),
+            &Content::Member { bucket, param, .. } => Some(self.gradient(bucket, param)),
+            Content::Flat { .. } | Content::Scalar(_) | Content::Scratch => None,
+        }
+    }
+
+    /// How a contribution to a member's gradient is sharded before any reduction.
+    fn gradient(&self, bucket: BucketId, param: crate::entity::ParamId) -> Sharding {
+        let bucket = &self.stage.buckets[bucket];
+        let member = bucket.members.iter().find(|m| m.param == param);
+        member.map_or_else(|| Sharding::replicated(0), |m| m.sharding.clone().with_partial(Monoid::Sum, bucket.partial))
+    }
+
+    fn step(&self, src: BufferId, dst: BufferId, step: Step) -> Result<(), Fault> {
+        let (Some((value, from)), Content::Value { value: v, sharding: to }) = (self.value(src), self.content(dst)) else {
+            return fault(dst, "expected the buffer of a graph value");
+        };
+        if value != *v {
+            return fault(dst, format!("holds `{}`, the source `{}`", self.graph.values[*v].name, self.graph.values[value].name));
+        }
+        let dim = match step {
+            Step::AllReduce { .. } => None,
+            Step::ReduceScatter { dim, .. } | Step::AllGather { dim, .. } | Step::Slice { dim, .. } => Some(dim),
+        };
+        let routed = self.graph.values[value].ty.layout != Layout::Dense;
+        if routed && dim.is_some_and(|d| d < 3) {
+            return fault(src, "rows in top-k layout are not in blocks of a token or expert dim");
+        }
+        if dim.is_some_and(|d| d as usize >= from.dims.len()) {
+            return fault(src, format!("there is no dim {dim:?}"));
+        }
+        match step.apply(&from) {
+            Err(why) => fault(src, why),
+            Ok(result) if result != *to => fault(dst, format!("comes out as {}, the buffer claims {}", self.show(&result), self.show(to))),
+            Ok(_) => Ok(()),
+        }
+    }
+
+    /// A collective on flat buffers or scalars. What is pending is content, which the data flow knows; here only the pieces must fit.
+    fn flat_step(&self, src: BufferId, dst: BufferId, step: Step, pattern: Pattern) -> Result<(), Fault> {
+        let axes = step.axes();
+        if pattern != Pattern::AllGather
+            && !matches!(step, Step::AllReduce { monoid: Monoid::Sum, .. } | Step::ReduceScatter { monoid: Monoid::Sum, .. })
+        {
+            return fault(src, "gradients and scalars are reduced by sum");
+        }
+        if self.buffer(src).dtype != self.buffer(dst).dtype {
+            return fault(dst, "another element type than the source");
+        }
+        match (self.content(src), self.content(dst)) {
+            (Content::Scalar(a), Content::Scalar(b)) if a == b && pattern == Pattern::AllReduce && *a != Scalar::ClipScale => Ok(()),
+            (a @ Content::Member { role: Role::Grad, .. }, b) if a == b && pattern == Pattern::AllReduce => Ok(()),
+            (&Content::Flat { bucket, role, pieces: from }, &Content::Flat { bucket: b, role: r, pieces: to }) if (bucket, role) == (b, r) => {
+                if pattern != Pattern::AllGather && role != Role::Grad {
+                    return fault(src, "only gradients are reduced");
+                }
+                // Pieces are blocks of the one dim of a flat buffer; its pending axes are followed by the data flow.
+                let flat = Sharding::of_dims(vec![from]).with_partial(Monoid::Sum, if pattern == Pattern::AllGather { AxisSet::EMPTY } else { axes });
+                match step.apply(&flat) {
+                    Err(why) => fault(src, why),
+                    Ok(result) if result.dims[0] != to => fault(dst, format!("comes out in pieces over {}", self.axes(result.dims[0]))),
+                    Ok(_) => Ok(()),
+                }
+            }
+            _ => fault(dst, "expected the same scalar, member or bucket and role as the source"),
+        }
+    }
+
+    fn add_into(&self, src: BufferId, dst: BufferId) -> Result<(), Fault> {
+        match (self.content(src), self.content(dst)) {
+            (&Content::Flat { bucket, role: Role::Grad, pieces }, &Content::Flat { bucket: b, role: Role::Grad, pieces: p })
+                if (bucket, pieces) == (b, p) =>
+            {
+                Ok(())
+            }
+            (a @ Content::Member { role: Role::Grad, .. }, b) if a == b => Ok(()),
+            (Content::Value { value, sharding }, &Content::Member { bucket, role: Role::Grad, param }) if self.graph.grads[param].contains(value) => {
+                let claim = self.gradient(bucket, param);
+                if *sharding == claim { Ok(()) } else { fault(src, format!("is {}, the gradient is {}", self.show(sharding), self.show(&claim))) }
+            }
+            (Content::Value { value, .. }, Content::Scalar(Scalar::Loss)) if self.graph.loss == Some(*value) => Ok(()),
+            _ => fault(dst, "expected a contribution and the gradient it belongs to, equal pieces of one gradient, or the loss"),
+        }
+    }
+
+    fn square_sum(&self, src: BufferId, dst: BufferId, once: AxisSet) -> Result<(), Fault> {
+        let &Content::Flat { bucket, role: Role::Grad, pieces } = self.content(src) else {
+            return fault(src, "expected the gradients of a bucket");
+        };
+        self.expect_scalar(dst, Scalar::NormSquared)?;
+        for member in &self.stage.buckets[bucket].members {
+            let replicated = self.real(self.program.mesh.all()).minus(member.sharding.used()).minus(pieces);
+            if self.real(once) != replicated {
+                let name = &self.graph.values[self.graph.params[member.param].value].name;
+                let (once, replicated) = (self.axes(once), self.axes(replicated));
+                return fault(src, format!("counts `{name}` once over {once}, but it is replicated over {replicated}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Axes along which there is more than one rank.
+    fn real(&self, axes: AxisSet) -> AxisSet {
+        axes.iter().filter(|&a| self.program.mesh.axis(a).size > 1).collect()
+    }
+
+    fn update(&self, state: BufferId, grad: BufferId, moments: &[BufferId], param: Option<BufferId>, scale: Option<BufferId>) -> Result<(), Fault> {
+        let &Content::Flat { bucket, role, pieces } = self.content(state) else { return fault(state, "expected the state of a bucket") };
+        let compute = self.stage.buckets[bucket].members.first().map(|m| self.graph.values[self.graph.params[m.param].value].ty.dtype);
+        let own_master = compute.is_none_or(|t| t == t.accumulator());
+        let flat = |id: BufferId, role: Role| match *self.content(id) {
+            Content::Flat { bucket: b, role: r, pieces: p } if (b, r, p) == (bucket, role, pieces) => Ok(()),
+            _ => fault(id, format!("expected {} of {bucket} in the same pieces as the state", role.name())),
+        };
+        flat(state, if own_master { Role::Param } else { Role::Master })?;
+        flat(grad, Role::Grad)?;
+        let roles = [Role::Moment1, Role::Moment2];
+        let count = self.program.optimizer.map_or(0, |o| o.moments());
+        if moments.len() != count || role == Role::Grad {
+            return fault(None, format!("expected {count} moments"));
+        }
+        for (&id, role) in moments.iter().zip(roles) {
+            flat(id, role)?;
+        }
+        match param {
+            Some(id) if own_master => return fault(id, "the parameters are their own master copy: there is no other to write"),
+            Some(id) => flat(id, Role::Param)?,
+            None if !own_master => return fault(None, "the result must be written in the compute type too"),
+            None => {}
+        }
+        scale.map_or(Ok(()), |id| self.expect_scalar(id, Scalar::ClipScale))
+    }
+
+    fn expect_scalar(&self, id: BufferId, scalar: Scalar) -> Result<(), Fault> {
+        if *self.content(id) == Content::Scalar(scalar) { Ok(()) } else { fault(id, format!("expected {}", scalar.name())) }
+    }
+
+    pub fn axes(&self, axes: AxisSet) -> String {
+        let names: Vec<&str> = axes.iter().map(|a| self.program.mesh.axis(a).name.as_str()).collect();
+        if names.is_empty() { "no axis".into() } else { names.join("+") }
+    }
+
+    fn show(&self, sharding: &Sharding) -> String {
+        let dims: Vec<String> = sharding.dims.iter().map(|&d| if d.is_empty() { "_".into() } else { self.axes(d) }).collect();
+        let partial = if sharding.partial.is_empty() {
+            String::new()
+        } else {
+            format!(" partial {} over {}", sharding.monoid.name(), self.axes(sharding.partial))
+        };
+        format!("[{}]{partial}", dims.join(","))
+    }
+}

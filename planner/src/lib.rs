@@ -2,6 +2,7 @@
 
 pub mod bound;
 pub mod cost;
+pub mod infeasible;
 pub mod lower;
 pub mod machine;
 pub mod memory;
@@ -13,6 +14,7 @@ pub mod pins;
 pub mod prices;
 pub mod problem;
 pub mod search;
+pub mod simulate;
 pub mod space;
 pub mod stage;
 pub mod stages;

@@ -6,8 +6,9 @@
 //! e_s = Σ_layers e(option, zero)
 //! ```
 //! with `m` micro-batches. `t` is what a micro-batch costs, `e` what the end of the step costs, `c` the reduction of loss and gradient norm.
-//! The sum with the slowest stage bounds the longest path through the one-forward-one-backward schedule from above, and is that path when stages are balanced;
-//! `max_s (Σ_{i<s} t_i + m · t_s)`, messages left out of the last term, bounds it from below ([`crate::simulate`] has the path itself, tests compare).
+//! `T` is the makespan of a one-forward-one-backward pipeline of balanced stages. It bounds the longest path through the schedule from above where all stages share
+//! one ratio of backward to forward time; where ratios differ, as with recompute on some stages, the path can be a little longer.
+//! [`crate::simulate`] has the path itself, as a second number; tests hold the two together.
 //!
 //! Of one layer with forward `f` and backward `b`, parameters `P` and gradients `G` (bytes of its buckets on one rank), over the data-parallel ranks:
 //!

@@ -276,11 +276,11 @@ fn pareto(mut labels: Vec<(Label, u32)>, width: Option<usize>) -> Vec<(Label, u3
 
 /// The least arena that a bag can run in: for each bound on workspace and ring, every layer takes its least bytes.
 pub fn least_arena(menus: &[Vec<Choice>], bag: &[Group], in_flight: u64) -> u64 {
-    let items: Vec<Vec<Load>> = bag.iter().map(|g| menus[g.kind].iter().map(|c| Load::of(c, g.home, in_flight)).collect()).collect();
+    let sizes: Vec<Vec<Load>> = bag.iter().map(|g| sizes(&menus[g.kind], g.home, in_flight)).collect();
     let values = |of: fn(&Load) -> u64| {
         // No bound below what every layer needs at least is worth trying.
-        let floor = items.iter().map(|group| group.iter().map(of).min().unwrap_or(0)).max().unwrap_or(0);
-        let mut values: Vec<u64> = items.iter().flatten().map(of).filter(|&v| v >= floor).collect();
+        let floor = sizes.iter().map(|group| group.iter().map(of).min().unwrap_or(0)).max().unwrap_or(0);
+        let mut values: Vec<u64> = sizes.iter().flatten().map(of).filter(|&v| v >= floor).collect();
         values.sort_unstable();
         values.dedup();
         values
@@ -290,12 +290,25 @@ pub fn least_arena(menus: &[Vec<Choice>], bag: &[Group], in_flight: u64) -> u64 
     for &workspace in &workspaces {
         for &ring in &rings {
             let mut total = workspace + ring;
-            for (group, items) in bag.iter().zip(&items) {
-                let fits = items.iter().filter(|l| l.workspace <= workspace && l.ring <= ring);
+            for (group, sizes) in bag.iter().zip(&sizes) {
+                let fits = sizes.iter().filter(|l| l.workspace <= workspace && l.ring <= ring);
                 total = fits.map(|l| l.bytes).min().map_or(u64::MAX, |b| total.saturating_add(b.saturating_mul(group.count as u64)));
             }
             best = best.min(total);
         }
     }
     best
+}
+
+/// The Pareto set of bytes, workspace and ring of one layer.
+fn sizes(menu: &[Choice], home: Home, in_flight: u64) -> Vec<Load> {
+    let mut kept: Vec<Load> = Vec::new();
+    for choice in menu {
+        let load = Load { time: 0, end: 0, ..Load::of(choice, home, in_flight) };
+        if !kept.iter().any(|k| k.covers(&load)) {
+            kept.retain(|k| !load.covers(k));
+            kept.push(load);
+        }
+    }
+    kept
 }

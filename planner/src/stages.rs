@@ -7,6 +7,7 @@
 use crate::menu::{Choice, Menus};
 use crate::objective::{Home, StageTime, total};
 use crate::stage::{Front, Group, Outlook, Point, front, least_arena, sorted};
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 
@@ -44,6 +45,8 @@ pub struct Stages<'a> {
     count_before: Vec<Vec<usize>>,
     /// Sums of least messages over the first stages.
     message_before: Vec<u64>,
+    /// By bag and micro-batches in flight.
+    least_arenas: RefCell<HashMap<(Vec<Group>, u64), u64>>,
 }
 
 struct Label {
@@ -87,7 +90,7 @@ impl<'a> Stages<'a> {
         for stage in 0..menus.tuple.pp {
             message_before.push(message_before[stage as usize] + menus.least_message(stage));
         }
-        Stages { menus, layers, budget, least, time_before, end_before, count_before, message_before }
+        Stages { menus, layers, budget, least, time_before, end_before, count_before, message_before, least_arenas: RefCell::default() }
     }
 
     /// The best plan below `cut`, if there is one (and, short of exact effort, if it is found).
@@ -166,64 +169,54 @@ impl<'a> Stages<'a> {
         Some(self.trace(&labels, best))
     }
 
-    /// The least number of bytes by which every plan of this tuple misses the budget (0 if one fits), if that is below `bound`, and the first stage that misses it
-    /// by so many.
-    pub fn shortage(&self, bound: u64) -> Option<(u64, u64)> {
-        let (mut low, mut high) = (0, bound);
-        let mut found = None;
-        // Smallest number of extra bytes with which the greedy cut succeeds; it is exact because a stage's least arena grows with its layers.
+    /// The least number of bytes by which every plan of this tuple misses the budget (0 if one fits), and the stage that misses it by so many; nothing if that
+    /// is `bound` or more.
+    pub fn shortage(&self, bound: u64) -> Option<(u64, usize)> {
+        let fits = |extra: u64| self.greedy_cut(self.budget.saturating_add(extra));
+        let mut cuts = fits(bound.checked_sub(1)?)?;
+        // The smallest number of extra bytes with which the greedy cut succeeds: exact, because a stage's least arena grows with its layers.
+        let (mut low, mut high) = (0, bound - 1);
         while low < high {
             let extra = low + (high - low) / 2;
-            match self.greedy_cut(self.budget.saturating_add(extra)) {
-                Some(cuts) => {
-                    found = Some(cuts);
-                    high = extra;
-                }
+            match fits(extra) {
+                Some(found) => (cuts, high) = (found, extra),
                 None => low = extra + 1,
             }
         }
-        let cuts = found?;
-        let worst = (0..cuts.len() - 1).max_by_key(|&s| (self.excess(s, cuts[s], cuts[s + 1]), usize::MAX - s))?;
-        Some((high, worst as u64))
+        let excess = |s: usize| match self.menus.room(self.budget, s as u64) {
+            Some(room) => self.least_stage_arena(s, cuts[s], cuts[s + 1]).saturating_sub(room),
+            None => u64::MAX,
+        };
+        let worst = (0..cuts.len() - 1).rev().max_by_key(|&s| excess(s))?;
+        Some((high, worst))
     }
 
     /// Bytes that a stage with these layers needs at least.
-    pub fn least_stage_arena(&self, stage: usize, start: usize, end: usize) -> u64 {
-        least_arena(&self.menus.choices, &self.bag(start, end), self.menus.tuple.in_flight(stage as u64))
-    }
-
-    fn excess(&self, stage: usize, start: usize, end: usize) -> u64 {
-        match self.menus.room(self.budget, stage as u64) {
-            Some(room) => self.least_stage_arena(stage, start, end).saturating_sub(room),
-            None => u64::MAX,
+    fn least_stage_arena(&self, stage: usize, start: usize, end: usize) -> u64 {
+        let key = (self.bag(start, end), self.menus.tuple.in_flight(stage as u64));
+        if let Some(&known) = self.least_arenas.borrow().get(&key) {
+            return known;
         }
+        let least = least_arena(&self.menus.choices, &key.0, key.1);
+        self.least_arenas.borrow_mut().insert(key, least);
+        least
     }
 
     /// Cuts of the layers into stages that fit a budget, the later stages as full as they can be.
     fn greedy_cut(&self, budget: u64) -> Option<Vec<usize>> {
-        let stages = self.menus.tuple.pp as usize;
         let mut cuts = vec![self.layers.len()];
-        for stage in (0..stages).rev() {
+        for stage in (0..self.menus.tuple.pp as usize).rev() {
             let end = cuts[cuts.len() - 1];
             let room = self.menus.room(budget, stage as u64)?;
-            let fits = |start: usize| self.least_stage_arena(stage, start, end) <= room;
             // Every stage before this one keeps a layer.
-            let (mut low, mut high) = (stage, end);
-            if stage == 0 {
-                if !fits(0) {
-                    return None;
-                }
-                high = 0;
-                low = 0;
+            let mut start = end;
+            while start > stage && self.least_stage_arena(stage, start - 1, end) <= room {
+                start -= 1;
             }
-            while low < high {
-                let middle = low + (high - low) / 2;
-                if fits(middle) { high = middle } else { low = middle + 1 }
-            }
-            if high == end {
+            if start == end || stage == 0 && start > 0 {
                 return None;
             }
-            cuts.push(high);
+            cuts.push(start);
         }
         cuts.reverse();
         Some(cuts)

@@ -6,6 +6,7 @@ mod drawn;
 use dplan_ir::mesh::Mesh;
 use dplan_ir::plan::{Clip, Schedule, Zero};
 use dplan_ir::program::{Pattern, Role};
+use dplan_planner::infeasible;
 use dplan_planner::memory::{self, LayerBytes, StagePosition, StateTypes, arena};
 use dplan_planner::prices::{Offer, Prices, Shape};
 use dplan_planner::problem::Problem;
@@ -221,4 +222,41 @@ fn the_search_finds_what_enumeration_finds() {
         infeasible >= 10 && tied >= 20 && staged >= 20 && tight >= 20,
         "{infeasible} infeasible, {tied} tied, {staged} staged, {tight} with ZeRO"
     );
+}
+
+#[test]
+fn the_shortage_is_the_least_extra_memory_with_which_a_plan_fits() {
+    let mut short = 0;
+    for seed in 0..300 {
+        let Instance { mut prices, problem } = instance(seed, 4, 3);
+        let outcome = explore(&problem, &mut prices, &|| false);
+        let shortage = infeasible::shortage(&problem, &mut prices);
+        assert_eq!(infeasible::fits(&problem, &mut prices), outcome.best.is_some(), "seed {seed}");
+        let Some(shortage) = shortage else { continue };
+        assert_eq!(shortage.bytes == 0, outcome.best.is_some(), "seed {seed}");
+        if shortage.bytes > 0 {
+            short += 1;
+            let with = |bytes: u64| Problem { budget: problem.budget + bytes, ..problem.clone() };
+            assert!(explore(&with(shortage.bytes), &mut prices, &|| false).best.is_some(), "seed {seed}: {shortage:?}");
+            assert!(explore(&with(shortage.bytes - 1), &mut prices, &|| false).best.is_none(), "seed {seed}: {shortage:?}");
+        }
+    }
+    assert!(short > 20, "{short} short");
+}
+
+#[test]
+fn more_memory_is_never_worse_and_the_same_question_has_the_same_answer() {
+    for seed in 0..80 {
+        let Instance { mut prices, problem } = instance(seed, 6, 3);
+        let mut before = u64::MAX;
+        for budget in [0, 1, 2, 3, 5, 8, 100].map(|n| n * problem.budget / 4) {
+            let problem = Problem { budget, ..problem.clone() };
+            let solve = |prices: &mut Drawn| explore(&problem, prices, &|| false).best.map(|b| (b.menus.tuple, b.solution));
+            let (once, again) = (solve(&mut prices), solve(&mut instance(seed, 6, 3).prices));
+            assert_eq!(once, again, "seed {seed}");
+            let objective = once.map_or(u64::MAX, |(_, s)| s.objective);
+            assert!(objective <= before, "seed {seed}: {budget} bytes take {objective}, fewer take {before}");
+            before = objective;
+        }
+    }
 }

@@ -1,0 +1,96 @@
+//! Why nothing fits: the attempt that is short of the fewest bytes, the fewest devices that would do, and which pins stand in the way.
+
+use crate::menu::Menus;
+use crate::pins::Pins;
+use crate::prices::{Prices, Shape};
+use crate::problem::Problem;
+use crate::search::NEVER;
+use crate::space::{Tuple, tuples};
+use crate::stages::Stages;
+use dplan_ir::plan::Schedule;
+
+/// Most numbers of devices that are tried.
+const MOST_TRIES: usize = 256;
+
+/// The attempt that came nearest.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Shortage {
+    pub tuple: Tuple,
+    pub stage: usize,
+    /// Bytes missing on each device of that stage, whatever is chosen.
+    pub bytes: u64,
+}
+
+/// The plan that misses the budget by least, on its worst stage; nothing if no layer can run at all, and 0 bytes if a plan fits.
+pub fn shortage(problem: &Problem, prices: &mut dyn Prices) -> Option<Shortage> {
+    let mut best: Option<Shortage> = None;
+    for tuple in thrifty(problem, prices) {
+        let bound = best.map_or(NEVER, |b| b.bytes);
+        if bound == 0 {
+            break;
+        }
+        let Some(menus) = Menus::new(problem, prices, tuple) else { continue };
+        for menus in menus.by_tie() {
+            let bound = best.map_or(NEVER, |b| b.bytes);
+            if let Some((bytes, stage)) = Stages::new(&menus, &problem.layers, problem.budget).shortage(bound) {
+                best = Some(Shortage { tuple, stage, bytes });
+            }
+        }
+    }
+    best
+}
+
+/// Whether any plan fits.
+pub fn fits(problem: &Problem, prices: &mut dyn Prices) -> bool {
+    thrifty(problem, prices).into_iter().any(|tuple| {
+        let menus = Menus::new(problem, prices, tuple);
+        let ties = menus.iter().flat_map(|m| m.by_tie());
+        ties.into_iter().any(|m| Stages::new(&m, &problem.layers, problem.budget).shortage(1).is_some())
+    })
+}
+
+/// The fewest devices above `problem.devices` on which a plan fits, in steps of `step`, if there is such a number up to `most`.
+pub fn fewest_devices(problem: &Problem, prices: &mut dyn Prices, step: u64, most: u64, late: &dyn Fn() -> bool) -> Option<u64> {
+    let least = least_states(problem, prices)?.div_ceil(problem.budget.max(1)).max(problem.devices + 1);
+    let counts = (least.div_ceil(step)..=most / step).map(|n| n * step).take(MOST_TRIES);
+    counts.take_while(|_| !late()).find(|&devices| fits(&Problem { devices, ..problem.clone() }, prices))
+}
+
+/// The pins without any one of which a plan would fit.
+pub fn conflicts(problem: &Problem, prices: &mut dyn Prices) -> Vec<&'static str> {
+    let mut named = Vec::new();
+    for (key, pins) in problem.pins.relaxations() {
+        if fits(&relaxed(problem, prices, pins), prices) {
+            named.push(key);
+        }
+    }
+    named
+}
+
+fn relaxed(problem: &Problem, prices: &dyn Prices, pins: Pins) -> Problem {
+    let limit = Some(problem.budget + prices.context().0);
+    Problem::new(prices, problem.devices, problem.batch, problem.types, problem.clip, pins, limit)
+}
+
+/// Tuples, those that need least memory first; the schedule that holds more is left out where the other is allowed.
+fn thrifty(problem: &Problem, prices: &dyn Prices) -> Vec<Tuple> {
+    let mut all = tuples(prices, problem.devices, problem.batch, &problem.pins);
+    let eager = problem.pins.schedule.allows(&Schedule::OneFOneB);
+    all.retain(|t| t.schedule == Schedule::OneFOneB || !eager);
+    all.sort_by_key(|t| (t.micro_batch, t.boundary.is_none(), *t));
+    all
+}
+
+/// Bytes of parameters, gradients and optimizer states of the whole model, each kept once: more devices than budgets of it are needed.
+fn least_states(problem: &Problem, prices: &mut dyn Prices) -> Option<u64> {
+    let shape = Shape { tp: 1, micro_batch: 1, boundary: None, padding: 0 };
+    let element: u64 = problem.types.roles().into_iter().map(|role| problem.types.dtype(role).size()).sum();
+    let mut total = 0;
+    for (at, kind) in problem.layers.iter().enumerate() {
+        let offers = prices.offers(problem.kinds[*kind].class, shape);
+        // A tied parameter counts in the first layer alone; where the homes are elsewhere this is still no more than there is.
+        let elems = |o: &crate::prices::Offer| o.option.bytes.buckets.iter().filter(|b| !b.tied || at == 0).map(|b| b.elems).sum::<u64>();
+        total += offers.iter().map(elems).min()? * element;
+    }
+    Some(total)
+}

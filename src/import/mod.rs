@@ -3,6 +3,7 @@
 //! Invariants: an imported graph passes the graph verifier; its parameter count is that of the model the file describes, each tied parameter
 //! once; every size in it is so small that the arithmetic of costs and memory cannot overflow ([`limits`]). Nothing here panics on any input.
 
+pub mod graph_json;
 pub mod hf;
 pub mod json;
 pub mod limits;
@@ -95,7 +96,9 @@ pub fn nearest<'a>(word: &str, candidates: impl IntoIterator<Item = &'a str>) ->
 }
 
 fn from_doc(doc: &Doc, name: &str, options: &ImportOptions) -> Result<Model, ImportError> {
-    hf::model(&doc.root(), name, options)
+    let root = doc.root();
+    let graph = options.family.is_none() && graph_json::recognises(&root);
+    if graph { graph_json::model(&root, name, options) } else { hf::model(&root, name, options) }
 }
 
 /// `gpt2.json` is `gpt2`; `llama-1m/config.json` is `llama-1m`.

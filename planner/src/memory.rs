@@ -94,7 +94,8 @@ pub fn state_bytes(elems: u64, dp: u64, zero: Zero, types: StateTypes) -> u64 {
 /// Bytes of one turn of the ring for a layer: whole parameters at ZeRO 3, whole gradients at ZeRO 2 and 3.
 pub fn ring_bytes(layer: &LayerBytes, dp: u64, zero: Zero, types: StateTypes) -> u64 {
     let whole = |role| layer.buckets.iter().map(|b| align(bucket_elems(b.elems, dp) * types.dtype(role).size())).sum::<u64>();
-    [Role::Param, Role::Grad].into_iter().filter(|&r| in_pieces(r, zero)).map(whole).sum()
+    // One rank holds everything anyway.
+    [Role::Param, Role::Grad].into_iter().filter(|&r| dp > 1 && in_pieces(r, zero)).map(whole).sum()
 }
 
 /// Buffers between layers and stages: two cotangents handed down layer by layer, and two turns of each message a stage sends or receives (what

@@ -8,12 +8,21 @@
 //! A [`Fragment`] is one layer, sharded: its statements for both passes, and where each form's bytes are. What a layer costs and needs follows from its
 //! fragment alone, so the planner prices a strategy with the very statements that will run.
 
+mod arena;
 mod error;
+mod events;
 mod fragment;
 mod keep;
 mod layer;
+mod passes;
+mod program;
+mod schedule;
 mod shard;
+mod stage;
+mod sync;
 
 pub use error::LowerError;
 pub use fragment::{BucketMember, Fragment, FragmentBucket, Storage};
+pub use program::lower;
+pub use schedule::{Turn, order};
 pub use shard::{Sharder, plan_padding, shard, shard_layer};

@@ -11,7 +11,7 @@ use dplan_ir::mesh::{AxisSet, MAX_AXES, Mesh};
 use dplan_ir::op::Op;
 use dplan_ir::plan::{LayerPlan, Plan};
 use dplan_ir::sharded::{Sharded, Stmt};
-use dplan_ir::sharding::{Padded, Sharding};
+use dplan_ir::sharding::{Padded, Sharding, local_type};
 use std::ops::Range;
 
 /// A differentiated graph and what all layers share, ready to shard any of its layers in any way.
@@ -106,6 +106,15 @@ impl<'a> Sharder<'a> {
         Ok(sharding)
     }
 
+    /// Bytes of the largest boundary on one rank.
+    pub fn boundary_bytes(&self) -> u64 {
+        let bytes = |&value: &ValueId| {
+            let sharding = self.boundary_sharding(value).ok()?;
+            Some(local_type(&self.graph.values[value].ty, &sharding, &self.padded, &self.mesh).bytes())
+        };
+        self.crossing.iter().filter_map(bytes).max().unwrap_or(0)
+    }
+
     /// Whether every dim of `value` divides under `sharding`.
     pub(super) fn divides(&self, value: ValueId, sharding: &Sharding) -> Result<(), LowerError> {
         let info = &self.graph.values[value];
@@ -142,7 +151,7 @@ pub fn shard_layer(graph: &Graph, layer: u32, plan: &LayerPlan, boundary: Option
 /// A plan that does not fit the graph, or a strategy that an op does not allow.
 pub fn shard(graph: &Graph, plan: &Plan) -> Result<Sharded, LowerError> {
     let sharder = Sharder::of_plan(graph, plan)?;
-    let fragments = (0..sharder.layers()).map(|l| sharder.layer(l, plan.layer(l))).collect::<Result<Vec<_>, _>>()?;
+    let fragments = sharder.fragments(plan)?;
     Ok(concatenate(&sharder, &fragments))
 }
 

@@ -1,0 +1,311 @@
+//! The arena of a stage, by construction: the regions of [`crate::memory`] in their order, and in each the buffers it sums up.
+//!
+//! | region | buffers |
+//! |---|---|
+//! | scalars | loss, squared norm, clip factor |
+//! | states | every role of every bucket, whole or this rank's piece |
+//! | frames | what the layers keep of a micro-batch; one slot for each in flight |
+//! | boundary | two cotangents handed down layer by layer; two turns of every message |
+//! | workspace | of one layer: forms of both passes, and scratch; all layers begin at the same place |
+//! | ring | two turns of whole parameters and gradients of layers that keep only pieces |
+
+use super::fragment::{Fragment, Storage};
+use super::stage::Stage;
+use crate::memory::{self, LayerBytes};
+use dplan_ir::dtype::DType;
+use dplan_ir::entity::{BucketId, BufferId, FormId, ParamId, Table};
+use dplan_ir::mesh::AxisSet;
+use dplan_ir::plan::Zero;
+use dplan_ir::program::{Bucket, Buffer, Content, Member, Region, Role, Scalar, StageProgram, align};
+use dplan_ir::sharded::Stmt;
+use std::collections::BTreeMap;
+
+/// Buffers of single parameters: the blocks that ops read and add gradients to.
+pub(super) type Members = BTreeMap<(Role, ParamId), BufferId>;
+
+/// A bucket and where its roles live between steps.
+pub(super) struct Home {
+    pub bucket: BucketId,
+    pub zero: Zero,
+    /// Layers of this stage that use it, by position; several only for a shared parameter.
+    pub layers: Vec<usize>,
+    pub roles: BTreeMap<Role, BufferId>,
+    /// This rank's part of the parameters, which it updates: the home, or a piece of it in place.
+    pub own_param: BufferId,
+    /// The same of the gradients.
+    pub own_grad: BufferId,
+    members: Members,
+}
+
+/// Gradients of a bucket in a turn of the ring.
+#[derive(Clone, Copy)]
+pub(super) struct Turned {
+    /// Place of its home in [`Arena::homes`].
+    pub home: usize,
+    pub whole: BufferId,
+    /// This rank's piece of it, in place.
+    pub piece: BufferId,
+}
+
+/// What a layer's two passes work with.
+#[derive(Default)]
+pub(super) struct LayerBuffers {
+    pub homes: Vec<usize>,
+    /// Buffers of forms but those of parameters and direct gradients.
+    pub forms: Table<FormId, Option<BufferId>>,
+    pub forward: Members,
+    pub backward: Members,
+    /// Scratch of each statement of either pass.
+    pub scratch: [Vec<Option<BufferId>>; 2],
+    /// Homes of the parameters to gather before each pass, and where to.
+    pub gathered: [Vec<(usize, BufferId)>; 2],
+    /// Gradients that are scattered after the backward pass of every micro-batch.
+    pub scattered: Vec<Turned>,
+}
+
+pub(super) struct Arena {
+    pub program: StageProgram,
+    pub homes: Vec<Home>,
+    pub layers: Vec<LayerBuffers>,
+    pub scalars: BTreeMap<Scalar, BufferId>,
+    end: u64,
+}
+
+impl Arena {
+    pub fn new(stage: Stage<'_>) -> Arena {
+        let layers = stage.layers.iter().map(|l| LayerBuffers { forms: Table::filled(l.forms.len(), None), ..Default::default() }).collect();
+        let mut arena = Arena { program: StageProgram::default(), homes: Vec::new(), layers, scalars: BTreeMap::new(), end: 0 };
+        let bytes: Vec<LayerBytes> = stage.layers.iter().map(|l| l.bytes(stage.graph(), stage.mesh(), &stage.sharder.padded)).collect();
+        arena.region("scalars", |arena, at| arena.scalars(stage, at));
+        arena.region("states", |arena, at| arena.states(stage, at));
+        arena.region("frames", |arena, at| arena.frames(stage, at, &bytes));
+        arena.region("boundary", |arena, at| arena.boundary(stage, at));
+        arena.region("workspace", |arena, at| arena.workspace(stage, at));
+        arena.region("ring", |arena, at| arena.ring(stage, at, &bytes));
+        arena.program.arena_bytes = arena.end;
+        arena
+    }
+
+    /// Lays out one region; `fill` returns where it ends.
+    fn region(&mut self, name: &str, fill: impl FnOnce(&mut Arena, u64) -> u64) {
+        let offset = self.end;
+        self.end = fill(self, offset);
+        self.program.regions.push(Region { name: name.into(), offset, bytes: self.end - offset });
+    }
+
+    fn buffer(&mut self, content: Content, dtype: DType, bytes: u64, offset: u64) -> BufferId {
+        self.program.buffers.push(Buffer { content, dtype, bytes, offset, slots: 1, slot_stride: 0, piece_axes: AxisSet::EMPTY })
+    }
+
+    fn form(&mut self, stage: Stage<'_>, layer: &Fragment, form: FormId, offset: u64) -> (BufferId, u64) {
+        let local = layer.local(form, stage.graph(), stage.mesh(), &stage.sharder.padded);
+        let of = &layer.forms[form];
+        let content = Content::Value { value: of.value, sharding: of.sharding.clone() };
+        (self.buffer(content, local.dtype, local.bytes(), offset), align(local.bytes()))
+    }
+
+    fn in_slots(&mut self, buffer: BufferId, slots: u64, stride: u64) {
+        let buffer = &mut self.program.buffers[buffer];
+        (buffer.slots, buffer.slot_stride) = (slots, stride);
+    }
+
+    fn scalars(&mut self, stage: Stage<'_>, mut at: u64) -> u64 {
+        let dtype = stage.plan.compute.accumulator();
+        for scalar in Scalar::ALL {
+            let buffer = self.buffer(Content::Scalar(scalar), dtype, dtype.size(), at);
+            self.scalars.insert(scalar, buffer);
+            at += align(8);
+        }
+        at
+    }
+
+    fn states(&mut self, stage: Stage<'_>, mut at: u64) -> u64 {
+        let mut shared: BTreeMap<ParamId, usize> = BTreeMap::new();
+        for (position, layer) in stage.layers.iter().enumerate() {
+            for bucket in &layer.buckets {
+                let first = bucket.members[0].param;
+                if let Some(&home) = shared.get(&first) {
+                    self.homes[home].layers.push(position);
+                    self.layers[position].homes.push(home);
+                    continue;
+                }
+                let (zero, types, elems) = (stage.zero(position), stage.types(), stage.elems(bucket));
+                let mut offset = 0;
+                let members = bucket.members.iter().map(|m| {
+                    let elems = m.elems(stage.graph(), stage.mesh(), &stage.sharder.padded);
+                    offset += elems;
+                    Member { param: m.param, sharding: m.sharding.clone(), offset: offset - elems, elems }
+                });
+                let id = self.program.buckets.push(Bucket {
+                    members: members.collect(),
+                    elems,
+                    partial: bucket.partial.union(stage.mesh().dp()),
+                    tied: stage.tied(bucket),
+                });
+                let mut roles = BTreeMap::new();
+                for role in types.roles() {
+                    let buffer = self.flat(stage, id, role, stage.pieces(role, zero), at);
+                    roles.insert(role, buffer);
+                    at += align(self.program.buffers[buffer].bytes);
+                }
+                let mut own = |role: Role| {
+                    let home = roles[&role];
+                    let offset = self.program.buffers[home].offset;
+                    if zero.0 >= 1 && stage.pieces(role, zero).is_empty() { self.piece_in_place(stage, id, role, offset) } else { home }
+                };
+                let (own_param, own_grad) = (own(Role::Param), own(Role::Grad));
+                let mut members = Members::new();
+                for role in [Role::Param, Role::Grad].into_iter().filter(|&r| stage.pieces(r, zero).is_empty()) {
+                    self.members(stage, id, role, self.program.buffers[roles[&role]].offset, &mut members);
+                }
+                let home = self.homes.len();
+                if bucket.tied {
+                    shared.insert(first, home);
+                }
+                self.layers[position].homes.push(home);
+                self.homes.push(Home { bucket: id, zero, layers: vec![position], roles, own_param, own_grad, members });
+            }
+        }
+        for layer in &mut self.layers {
+            for &home in &layer.homes {
+                let members = &self.homes[home].members;
+                layer.forward.extend(members.iter().filter(|((role, _), _)| *role == Role::Param));
+                layer.backward.extend(members);
+            }
+        }
+        at
+    }
+
+    /// A flat buffer that holds all of a role, or this rank's piece.
+    fn flat(&mut self, stage: Stage<'_>, bucket: BucketId, role: Role, pieces: AxisSet, offset: u64) -> BufferId {
+        let dtype = stage.types().dtype(role);
+        let bytes = self.program.buckets[bucket].elems / stage.mesh().size(pieces) * dtype.size();
+        self.buffer(Content::Flat { bucket, role, pieces }, dtype, bytes, offset)
+    }
+
+    /// This rank's piece of the whole flat buffer at `offset`.
+    fn piece_in_place(&mut self, stage: Stage<'_>, bucket: BucketId, role: Role, offset: u64) -> BufferId {
+        let dp = stage.mesh().dp();
+        let piece = self.flat(stage, bucket, role, dp, offset);
+        self.program.buffers[piece].piece_axes = dp;
+        piece
+    }
+
+    /// The members of the whole flat buffer at `offset`.
+    fn members(&mut self, stage: Stage<'_>, bucket: BucketId, role: Role, offset: u64, into: &mut Members) {
+        let dtype = stage.types().dtype(role);
+        for at in 0..self.program.buckets[bucket].members.len() {
+            let member = &self.program.buckets[bucket].members[at];
+            let (param, start, bytes) = (member.param, member.offset * dtype.size(), member.elems * dtype.size());
+            into.insert((role, param), self.buffer(Content::Member { bucket, role, param }, dtype, bytes, offset + start));
+        }
+    }
+
+    fn frames(&mut self, stage: Stage<'_>, at: u64, bytes: &[LayerBytes]) -> u64 {
+        let stride: u64 = bytes.iter().map(|b| b.frame).sum();
+        let mut offset = at;
+        for (position, layer) in stage.layers.iter().enumerate() {
+            for form in layer.stored(Storage::Frame) {
+                let (buffer, size) = self.form(stage, layer, form, offset);
+                self.in_slots(buffer, stage.in_flight(), stride);
+                self.layers[position].forms[form] = Some(buffer);
+                offset += size;
+            }
+            // What a layer hands over is made where the next one keeps it.
+            if let Some((before, input)) = position.checked_sub(1).zip(layer.input) {
+                let buffer = self.layers[position].forms[input];
+                if let Some(output) = stage.layers[before].output {
+                    self.layers[before].forms[output] = buffer;
+                }
+            }
+        }
+        at + stride * stage.in_flight()
+    }
+
+    fn boundary(&mut self, stage: Stage<'_>, at: u64) -> u64 {
+        let size = align(stage.sharder.boundary_bytes());
+        let last = stage.layers.len() - 1;
+        for (position, layer) in stage.layers.iter().enumerate().skip(1) {
+            if let (Some(out), Some(cotangent)) = (layer.cotangent_out, stage.layers[position - 1].cotangent_in) {
+                let (buffer, _) = self.form(stage, layer, out, at + size * (position as u64 % 2));
+                self.layers[position].forms[out] = Some(buffer);
+                self.layers[position - 1].forms[cotangent] = Some(buffer);
+            }
+        }
+        // Two turns of everything that is sent, and of what comes back; what comes forward goes into the first frame.
+        let mut messages = Vec::new();
+        if !stage.is_last() {
+            messages.extend([(last, stage.layers[last].output), (last, stage.layers[last].cotangent_in)]);
+        }
+        if stage.index > 0 {
+            messages.push((0, stage.layers[0].cotangent_out));
+        }
+        let mut offset = at + 2 * size;
+        for (position, form) in messages {
+            if let Some(form) = form {
+                let (buffer, _) = self.form(stage, &stage.layers[position], form, offset);
+                self.in_slots(buffer, 2, size);
+                self.layers[position].forms[form] = Some(buffer);
+            }
+            offset += 2 * size;
+        }
+        offset
+    }
+
+    fn workspace(&mut self, stage: Stage<'_>, at: u64) -> u64 {
+        let mut end = at;
+        for (position, layer) in stage.layers.iter().enumerate() {
+            let mut offset = at;
+            for form in layer.stored(Storage::Workspace) {
+                let (buffer, size) = self.form(stage, layer, form, offset);
+                self.layers[position].forms[form] = Some(buffer);
+                offset += size;
+            }
+            let mut scratch = |arena: &mut Arena, stmts: &[Stmt]| -> Vec<Option<BufferId>> {
+                let of = |stmt: &Stmt| {
+                    let bytes = layer.scratch(stmt, stage.graph(), stage.mesh(), &stage.sharder.padded);
+                    let buffer = (bytes > 0).then(|| arena.buffer(Content::Scratch, stage.plan.compute.accumulator(), bytes, offset));
+                    offset += align(bytes);
+                    buffer
+                };
+                stmts.iter().map(of).collect()
+            };
+            self.layers[position].scratch = [scratch(self, &layer.forward), scratch(self, &layer.backward)];
+            end = end.max(offset);
+        }
+        end
+    }
+
+    /// Turns alternate from one layer to the next that uses the ring in a pass; the backward pass goes on where the forward pass ended.
+    fn ring(&mut self, stage: Stage<'_>, at: u64, bytes: &[LayerBytes]) -> u64 {
+        let (dp, types) = (stage.plan.dp, stage.types());
+        let turn = bytes.iter().enumerate().map(|(i, b)| memory::ring_bytes(b, dp, stage.zero(i), types)).max().unwrap_or(0);
+        let mut nth = 0;
+        let forward = 0..stage.layers.len();
+        for (pass, position) in forward.clone().map(|p| (0, p)).chain(forward.rev().map(|p| (1, p))) {
+            let zero = stage.zero(position);
+            let mut offset = at + turn * (nth % 2);
+            let start = offset;
+            let roles: &[Role] = if pass == 0 { &[Role::Param] } else { &[Role::Param, Role::Grad] };
+            for &role in roles.iter().filter(|&&r| !stage.pieces(r, zero).is_empty()) {
+                for home in self.layers[position].homes.clone() {
+                    let bucket = self.homes[home].bucket;
+                    let whole = self.flat(stage, bucket, role, AxisSet::EMPTY, offset);
+                    if role == Role::Param {
+                        self.layers[position].gathered[pass].push((home, whole));
+                    } else {
+                        let piece = self.piece_in_place(stage, bucket, role, offset);
+                        self.layers[position].scattered.push(Turned { home, whole, piece });
+                    }
+                    let mut members = Members::new();
+                    self.members(stage, bucket, role, offset, &mut members);
+                    offset += align(self.program.buffers[whole].bytes);
+                    let layer = &mut self.layers[position];
+                    if pass == 0 { layer.forward.extend(members) } else { layer.backward.extend(members) }
+                }
+            }
+            nth += u64::from(offset > start);
+        }
+        at + 2 * turn
+    }
+}

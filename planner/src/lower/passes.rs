@@ -1,0 +1,226 @@
+//! The segments of a stage, as instructions without events ([`super::events`] adds those).
+//!
+//! Kernels and tensor-parallel collectives go to the compute stream, in the order of the fragments. Around each layer, on the communication stream:
+//!
+//! ```text
+//! forward    gather(0) gather(1) | layer 0 | gather(2) | layer 1 | gather(3) | …
+//! backward   … | layer n | gather(n−2) | scatter(n) | layer n−1 | gather(n−3) | scatter(n−1) | …
+//! ```
+//! A turn of the ring is free as soon as its layer has been issued, so the parameters of the next layer but one are gathered right then, before the gradients
+//! of this one are scattered: they are needed sooner. Layers that keep whole parameters are passed over.
+
+use super::arena::Arena;
+use super::fragment::{Fragment, Storage, makes, reads};
+use super::stage::Stage;
+use super::sync;
+use dplan_ir::entity::{BufferId, FormId};
+use dplan_ir::graph::Def;
+use dplan_ir::mesh::AxisSet;
+use dplan_ir::program::{Channel, Instr, Issue, Pattern, Role, Scalar, Segment, SegmentKind, Stream, Write};
+use dplan_ir::reshard::Step;
+use dplan_ir::sharded::{Pass, Stmt};
+use dplan_ir::sharding::Monoid;
+use std::collections::BTreeSet;
+
+/// The body of a segment under construction.
+pub(super) struct Body<'a> {
+    pub stage: Stage<'a>,
+    pub arena: &'a Arena,
+    pub issues: Vec<Issue>,
+}
+
+impl<'a> Body<'a> {
+    pub fn new(stage: Stage<'a>, arena: &'a Arena) -> Body<'a> {
+        Body { stage, arena, issues: Vec::new() }
+    }
+    pub fn issue(&mut self, stream: Stream, instr: Instr) {
+        self.issues.push(Issue { stream, instr });
+    }
+    /// A collective on flat buffers of this stage; nothing over no axes.
+    pub fn flat(&mut self, pattern: Pattern, axes: AxisSet, src: BufferId, dst: BufferId) {
+        self.flat_across(pattern, axes, Vec::new(), src, dst);
+    }
+    pub fn flat_across(&mut self, pattern: Pattern, axes: AxisSet, stages: Vec<u32>, src: BufferId, dst: BufferId) {
+        if !axes.is_empty() || !stages.is_empty() {
+            self.issue(Stream::Comm, Instr::Collective { pattern, axes, stages, dim: 0, monoid: Monoid::Sum, src, dst });
+        }
+    }
+    fn segment(self, kind: SegmentKind) -> Segment {
+        Segment { kind, body: self.issues }
+    }
+}
+
+/// Clears what accumulates over a step.
+pub(super) fn begin(stage: Stage<'_>, arena: &Arena) -> Segment {
+    let mut body = Body::new(stage, arena);
+    let mut scalars = Vec::new();
+    if stage.layers.iter().any(|l| l.loss.is_some()) {
+        scalars.push(Scalar::Loss);
+    }
+    scalars.extend(sync::norm_scalar(stage));
+    for scalar in scalars {
+        body.issue(Stream::Compute, Instr::Zero { dst: arena.scalars[&scalar] });
+    }
+    for home in &arena.homes {
+        body.issue(Stream::Compute, Instr::Zero { dst: home.roles[&Role::Grad] });
+    }
+    body.segment(SegmentKind::Begin)
+}
+
+pub(super) fn forward(stage: Stage<'_>, arena: &Arena) -> Segment {
+    let mut body = Body::new(stage, arena);
+    if let Some(src) = stage.layers[0].input.filter(|_| stage.index > 0) {
+        let dst = body.buffer(0, Pass::Forward, src);
+        body.issue(Stream::RecvForward, Instr::Recv { from: stage.index - 1, channel: Channel::Forward, dst });
+    }
+    let layers: Vec<usize> = (0..stage.layers.len()).collect();
+    let turns: Vec<usize> = layers.iter().copied().filter(|&l| !arena.layers[l].gathered[0].is_empty()).collect();
+    body.gather(Pass::Forward, turns.iter().take(2));
+    for at in layers {
+        body.layer(at, Pass::Forward);
+        body.gather(Pass::Forward, next_but_one(&turns, at));
+    }
+    let last = stage.layers.len() - 1;
+    if let Some(output) = stage.layers[last].output.filter(|_| !stage.is_last()) {
+        let src = body.buffer(last, Pass::Forward, output);
+        body.issue(Stream::SendForward, Instr::Send { to: stage.index + 1, channel: Channel::Forward, src });
+    }
+    body.segment(SegmentKind::Forward)
+}
+
+/// `kind` is [`SegmentKind::Backward`] or, for the last micro-batch, [`SegmentKind::BackwardLast`].
+pub(super) fn backward(stage: Stage<'_>, arena: &Arena, kind: SegmentKind) -> Segment {
+    let mut body = Body::new(stage, arena);
+    let last = stage.layers.len() - 1;
+    if let Some(cotangent) = stage.layers[last].cotangent_in.filter(|_| !stage.is_last()) {
+        let dst = body.buffer(last, Pass::Backward, cotangent);
+        body.issue(Stream::RecvBackward, Instr::Recv { from: stage.index + 1, channel: Channel::Backward, dst });
+    }
+    let layers: Vec<usize> = (0..stage.layers.len()).rev().collect();
+    let uses_ring = |l: &usize| !arena.layers[*l].gathered[1].is_empty() || !arena.layers[*l].scattered.is_empty();
+    let turns: Vec<usize> = layers.iter().copied().filter(uses_ring).collect();
+    body.gather(Pass::Backward, turns.iter().take(2));
+    for at in layers {
+        for turned in &arena.layers[at].scattered {
+            body.issue(Stream::Compute, Instr::Zero { dst: turned.whole });
+        }
+        body.layer(at, Pass::Backward);
+        body.gather(Pass::Backward, next_but_one(&turns, at));
+        sync::scatter(&mut body, at);
+        if kind == SegmentKind::BackwardLast {
+            sync::reduce(&mut body, at);
+        }
+    }
+    if let Some(cotangent) = stage.layers[0].cotangent_out.filter(|_| stage.index > 0) {
+        let src = body.buffer(0, Pass::Backward, cotangent);
+        body.issue(Stream::SendBackward, Instr::Send { to: stage.index - 1, channel: Channel::Backward, src });
+    }
+    body.segment(kind)
+}
+
+pub(super) fn update(stage: Stage<'_>, arena: &Arena) -> Segment {
+    let mut body = Body::new(stage, arena);
+    sync::update(&mut body);
+    body.segment(SegmentKind::Update)
+}
+
+/// The layer whose parameters come into the turn of the ring that `at` has left.
+fn next_but_one(turns: &[usize], at: usize) -> Option<&usize> {
+    turns.iter().position(|&l| l == at).and_then(|nth| turns.get(nth + 2))
+}
+
+impl Body<'_> {
+    fn gather<'l>(&mut self, pass: Pass, layers: impl IntoIterator<Item = &'l usize>) {
+        for &at in layers {
+            for &(home, whole) in &self.arena.layers[at].gathered[index(pass)] {
+                self.flat(Pattern::AllGather, self.stage.mesh().dp(), self.arena.homes[home].own_param, whole);
+            }
+        }
+    }
+
+    /// The statements of one layer.
+    fn layer(&mut self, at: usize, pass: Pass) {
+        let layer = &self.stage.layers[at];
+        let stmts = match pass {
+            Pass::Forward => &layer.forward,
+            Pass::Backward => &layer.backward,
+        };
+        let mut loaded = BTreeSet::new();
+        // Contributions that are not added as they are made, after the statement that makes them.
+        let late: Vec<_> = layer.accumulate.iter().filter(|(_, f)| !matches!(layer.storage[*f], Storage::Gradient(_))).collect();
+        for (nth, stmt) in stmts.iter().enumerate() {
+            for &form in reads(stmt) {
+                self.load(at, pass, form, &mut loaded);
+            }
+            self.stmt(at, pass, nth, stmt);
+            if pass == Pass::Backward && !late.is_empty() {
+                for &&(param, form) in late.iter().filter(|(_, f)| makes(stmt).contains(f)) {
+                    let (src, dst) = (self.buffer(at, pass, form), self.arena.layers[at].backward[&(Role::Grad, param)]);
+                    self.issue(Stream::Compute, Instr::AddInto { src, dst });
+                }
+            }
+        }
+    }
+
+    /// Loads a graph input before its first use; one that is kept in the frame comes from the forward pass.
+    fn load(&mut self, at: usize, pass: Pass, form: FormId, loaded: &mut BTreeSet<FormId>) {
+        let layer = &self.stage.layers[at];
+        let is_input = self.stage.graph().values[layer.forms[form].value].def == Def::Input;
+        let kept = pass == Pass::Backward && layer.storage[form] == Storage::Frame;
+        if is_input && !kept && loaded.insert(form) {
+            let dst = self.buffer(at, pass, form);
+            self.issue(Stream::Compute, Instr::Input { dst });
+        }
+    }
+
+    fn stmt(&mut self, at: usize, pass: Pass, nth: usize, stmt: &Stmt) {
+        let layer: &Fragment = &self.stage.layers[at];
+        let instr = match stmt {
+            Stmt::Run { node, ins, outs, .. } => {
+                let buffers = |forms: &[FormId]| forms.iter().map(|&f| self.buffer(at, pass, f)).collect::<Vec<_>>();
+                let adds = matches!(outs.first().map(|&f| layer.storage[f]), Some(Storage::Gradient(_) | Storage::Loss));
+                let write = if adds { Write::Add } else { Write::Set };
+                Instr::Run { node: *node, ins: buffers(ins), outs: buffers(outs), scratch: self.arena.layers[at].scratch[index(pass)][nth], write }
+            }
+            Stmt::Reshard { from, to, step, .. } => {
+                let (src, dst) = (self.buffer(at, pass, *from), self.buffer(at, pass, *to));
+                let stages = Vec::new();
+                match *step {
+                    Step::AllReduce { axes, monoid } => Instr::Collective { pattern: Pattern::AllReduce, axes, stages, dim: 0, monoid, src, dst },
+                    Step::ReduceScatter { axes, dim, monoid } => {
+                        Instr::Collective { pattern: Pattern::ReduceScatter, axes, stages, dim, monoid, src, dst }
+                    }
+                    Step::AllGather { axes, dim } => {
+                        Instr::Collective { pattern: Pattern::AllGather, axes, stages, dim, monoid: Monoid::Sum, src, dst }
+                    }
+                    Step::Slice { axes, dim } => Instr::Slice { src, dst, axes, dim },
+                }
+            }
+        };
+        self.issue(Stream::Compute, instr);
+    }
+
+    /// Where a form of a layer is in a pass.
+    fn buffer(&self, at: usize, pass: Pass, form: FormId) -> BufferId {
+        let buffers = &self.arena.layers[at];
+        let members = match pass {
+            Pass::Forward => &buffers.forward,
+            Pass::Backward => &buffers.backward,
+        };
+        let found = match self.stage.layers[at].storage[form] {
+            Storage::Param(param) => members.get(&(Role::Param, param)).copied(),
+            Storage::Gradient(param) => members.get(&(Role::Grad, param)).copied(),
+            Storage::Loss => self.arena.scalars.get(&Scalar::Loss).copied(),
+            Storage::Frame | Storage::Workspace | Storage::Output | Storage::CotangentIn | Storage::CotangentOut => buffers.forms[form],
+        };
+        // The arena was laid out from the same fragments.
+        found.unwrap_or_else(|| unreachable!("{form} of layer {} has no buffer", self.stage.layers[at].layer))
+    }
+}
+
+fn index(pass: Pass) -> usize {
+    match pass {
+        Pass::Forward => 0,
+        Pass::Backward => 1,
+    }
+}

@@ -1,0 +1,119 @@
+//! Gradients to their sum, the sum to the optimizer, parameters back to everybody.
+//!
+//! | ZeRO | each micro-batch | after the last | update | then |
+//! |---|---|---|---|---|
+//! | 0 | | all-reduce | all | |
+//! | 1 | | reduce-scatter in place | own piece | all-gather in place |
+//! | 2 | reduce-scatter in the ring, add to own piece | | own piece | all-gather in place |
+//! | 3 | the same | | own piece | |
+//!
+//! Sums over tensor-parallel axes that are still pending come with the all-reduce, or are done on the piece at the end. A parameter with homes on several
+//! stages is summed over them at the start of the update: every stage has then done all its passes, so nobody waits in the midst of them. It counts
+//! once in the norm, at its first home, and all homes make the same update.
+
+use super::arena::{Arena, Home};
+use super::passes::Body;
+use super::stage::Stage;
+use dplan_ir::entity::BufferId;
+use dplan_ir::mesh::AxisSet;
+use dplan_ir::plan::Clip;
+use dplan_ir::program::{Bucket, Instr, Pattern, Role, Scalar, Stream};
+
+/// The scalar that a squared norm accumulates in, if the plan needs one.
+pub(super) fn norm_scalar(stage: Stage<'_>) -> Option<Scalar> {
+    match stage.plan.clip {
+        Clip::None => None,
+        Clip::GlobalNorm => Some(Scalar::NormSquared),
+    }
+}
+
+/// After the backward pass of a layer: gradients of this micro-batch from the ring into this rank's piece.
+pub(super) fn scatter(body: &mut Body<'_>, layer: usize) {
+    let arena = body.arena;
+    let dp = body.stage.mesh().dp();
+    for turned in &arena.layers[layer].scattered {
+        body.flat(Pattern::ReduceScatter, dp, turned.whole, turned.piece);
+        body.issue(Stream::Comm, Instr::AddInto { src: turned.piece, dst: arena.homes[turned.home].own_grad });
+    }
+}
+
+/// After the last backward pass of a layer: the buckets that no other layer of the stage still adds to.
+pub(super) fn reduce(body: &mut Body<'_>, layer: usize) {
+    let (arena, dp) = (body.arena, body.stage.mesh().dp());
+    for home in arena.layers[layer].homes.iter().map(|&h| &arena.homes[h]).filter(|h| h.layers[0] == layer) {
+        let bucket = bucket(arena, home);
+        let grad = home.roles[&Role::Grad];
+        match home.zero.0 {
+            0 if bucket.tied.is_empty() => body.flat(Pattern::AllReduce, bucket.partial, grad, grad),
+            0 => {}
+            zero => {
+                if zero == 1 {
+                    body.flat(Pattern::ReduceScatter, dp, grad, home.own_grad);
+                }
+                body.flat(Pattern::AllReduce, bucket.partial.minus(dp), home.own_grad, home.own_grad);
+            }
+        }
+    }
+}
+
+/// What follows the last backward pass.
+pub(super) fn update(body: &mut Body<'_>) {
+    loss(body);
+    tied(body);
+    let scale = norm(body);
+    let (arena, dp) = (body.arena, body.stage.mesh().dp());
+    for home in &arena.homes {
+        let types = body.stage.types();
+        let state = if types.master() == Role::Param { home.own_param } else { home.roles[&types.master()] };
+        let param = (types.master() != Role::Param).then_some(home.own_param);
+        let moments = [Role::Moment1, Role::Moment2].iter().filter_map(|role| home.roles.get(role).copied()).collect();
+        body.issue(Stream::Compute, Instr::Update { state, grad: home.own_grad, moments, param, scale });
+        let whole = home.roles[&Role::Param];
+        if whole != home.own_param {
+            body.flat(Pattern::AllGather, dp, home.own_param, whole);
+        }
+    }
+}
+
+/// The loss is a sum over the ranks of the last stage.
+fn loss(body: &mut Body<'_>) {
+    let form = body.stage.layers.iter().find_map(|l| l.loss.map(|f| &l.forms[f]));
+    if let Some(form) = form {
+        let buffer = body.arena.scalars[&Scalar::Loss];
+        body.flat(Pattern::AllReduce, form.sharding.partial, buffer, buffer);
+    }
+}
+
+fn tied(body: &mut Body<'_>) {
+    let arena = body.arena;
+    for home in &arena.homes {
+        let bucket = bucket(arena, home);
+        if !bucket.tied.is_empty() {
+            // At ZeRO 0 nothing has been summed yet.
+            let axes = if home.zero.0 == 0 { bucket.partial } else { AxisSet::EMPTY };
+            body.flat_across(Pattern::AllReduce, axes, bucket.tied.clone(), home.own_grad, home.own_grad);
+        }
+    }
+}
+
+/// The clip factor: each gradient element counts once, on one of the ranks that hold it.
+fn norm(body: &mut Body<'_>) -> Option<BufferId> {
+    let (arena, stage) = (body.arena, body.stage);
+    let (norm, scale) = (arena.scalars[&norm_scalar(stage)?], arena.scalars[&Scalar::ClipScale]);
+    for home in &arena.homes {
+        let bucket = bucket(arena, home);
+        if bucket.tied.first().is_none_or(|&first| first == stage.index) {
+            let pieces = if home.zero.0 == 0 { AxisSet::EMPTY } else { stage.mesh().dp() };
+            let varies = bucket.members[0].sharding.sharded().union(pieces);
+            body.issue(Stream::Compute, Instr::SquareSum { src: home.own_grad, dst: norm, once: stage.axes().minus(varies) });
+        }
+    }
+    let stages = if stage.stages() > 1 { (0..stage.stages()).collect() } else { Vec::new() };
+    body.flat_across(Pattern::AllReduce, stage.axes(), stages, norm, norm);
+    body.issue(Stream::Compute, Instr::ClipScale { src: norm, dst: scale });
+    Some(scale)
+}
+
+fn bucket<'a>(arena: &'a Arena, home: &Home) -> &'a Bucket {
+    &arena.program.buckets[home.bucket]
+}

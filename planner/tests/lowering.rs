@@ -1,0 +1,199 @@
+//! Programs of random plans: the arena is the formula, and their instructions are what the plan asks for.
+
+mod zoo;
+
+use dplan_ir::entity::Id;
+use dplan_ir::graph::Graph;
+use dplan_ir::plan::{Clip, Plan, Zero};
+use dplan_ir::program::{ALIGN, Channel, Content, Instr, Pattern, Program, Role, SegmentKind, StageProgram, Stream};
+use dplan_planner::lower::{self, Sharder};
+use dplan_planner::memory::{self, LayerBytes, StagePosition, StateTypes};
+use zoo::{Degrees, Dice};
+
+struct Case {
+    what: String,
+    graph: Graph,
+    plan: Plan,
+    program: Program,
+}
+
+fn cases(seeds: std::ops::Range<u64>) -> impl Iterator<Item = Case> {
+    seeds.map(|seed| {
+        let mut dice = Dice(seed + 1000);
+        let degrees =
+            Degrees { dp: dice.pick(&[1, 2, 3]), tp: dice.pick(&[1, 2, 4]), pp: dice.pick(&[1, 2, 3, 4]), micro_batches: dice.pick(&[1, 2, 5]) };
+        let model = zoo::model(&mut dice, 2 * degrees.dp);
+        let graph = zoo::graph(&model);
+        let plan = zoo::plan(&graph, degrees, &mut dice);
+        let what = format!("seed {seed}: {model:?} {degrees:?}");
+        let program = lower::lower(&graph, &plan).unwrap_or_else(|e| panic!("{what}: {e}"));
+        Case { what, graph, plan, program }
+    })
+}
+
+#[test]
+fn the_arena_is_the_formula_to_the_byte() {
+    for Case { what, graph, plan, program } in cases(0..200) {
+        let sharder = Sharder::of_plan(&graph, &plan).unwrap();
+        let layers: Vec<LayerBytes> =
+            (0..sharder.layers()).map(|l| sharder.layer(l, plan.layer(l)).unwrap().bytes(&graph, &sharder.mesh, &sharder.padded)).collect();
+        for (s, (stage, program)) in plan.stages.iter().zip(&program.stages).enumerate() {
+            let of_stage: Vec<(&LayerBytes, Zero)> = (stage.first..=stage.last).map(|l| (&layers[l as usize], plan.layer(l).zero)).collect();
+            let types = StateTypes { compute: plan.compute, optimizer: plan.optimizer };
+            let position = StagePosition {
+                stage: s as u64,
+                stages: plan.pp(),
+                in_flight: plan.schedule.in_flight(s as u64, plan.pp(), plan.micro_batches),
+                boundary: sharder.boundary_bytes(),
+            };
+            let formula = memory::arena(&of_stage, plan.dp, types, position);
+            let parts = [formula.scalars, formula.states, formula.frames, formula.boundary, formula.workspace, formula.ring];
+            assert_eq!(program.regions.iter().map(|r| r.bytes).collect::<Vec<_>>(), parts, "{what} stage {s}");
+            assert_eq!(program.arena_bytes, formula.total(), "{what} stage {s}");
+        }
+    }
+}
+
+#[test]
+fn regions_cover_the_arena_and_buffers_stay_inside_one() {
+    for Case { what, program, .. } in cases(0..100) {
+        for stage in &program.stages {
+            let mut end = 0;
+            for region in &stage.regions {
+                assert_eq!(region.offset, end, "{what} {}", region.name);
+                end += region.bytes;
+            }
+            assert_eq!(end, stage.arena_bytes, "{what}");
+            for (id, b) in stage.buffers.iter() {
+                let last = b.offset + (b.slots - 1) * b.slot_stride + b.bytes * program.mesh.size(b.piece_axes);
+                let inside = stage.regions.iter().any(|r| r.offset <= b.offset && last <= r.offset + r.bytes);
+                assert!(inside, "{what}: {id} {b:?}");
+                let in_bucket = matches!(b.content, Content::Member { .. });
+                assert!(in_bucket || b.offset % ALIGN == 0, "{what}: {id} at {}", b.offset);
+            }
+        }
+    }
+}
+
+/// Instructions of a segment kind.
+fn instrs(stage: &StageProgram, kind: SegmentKind) -> Vec<&Instr> {
+    stage.segments.values().filter(|s| s.kind == kind).flat_map(|s| &s.body).map(|i| &i.instr).collect()
+}
+
+#[test]
+fn what_one_stage_sends_the_next_receives() {
+    for Case { what, program, plan, .. } in cases(0..100) {
+        let count = |stage: usize, wanted: &dyn Fn(&Instr) -> bool| -> usize {
+            let stage = &program.stages[stage];
+            stage.schedule.iter().map(|call| stage.segments[call.segment].body.iter().filter(|i| wanted(&i.instr)).count()).sum()
+        };
+        for s in 0..program.stages.len() {
+            for t in 0..program.stages.len() {
+                for channel in [Channel::Forward, Channel::Backward] {
+                    let sent = count(s, &|i| matches!(i, Instr::Send { to, channel: c, .. } if (*to as usize, *c) == (t, channel)));
+                    let got = count(t, &|i| matches!(i, Instr::Recv { from, channel: c, .. } if (*from as usize, *c) == (s, channel)));
+                    assert_eq!(sent, got, "{what} {s} -> {t} {channel:?}");
+                    let neighbours = match channel {
+                        Channel::Forward => s + 1 == t,
+                        Channel::Backward => t + 1 == s,
+                    };
+                    assert_eq!(sent as u64, if neighbours { plan.micro_batches } else { 0 }, "{what} {s} -> {t} {channel:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn collectives_have_more_than_one_member() {
+    for Case { what, program, .. } in cases(0..100) {
+        for stage in &program.stages {
+            for issue in stage.segments.values().flat_map(|s| &s.body) {
+                if let Instr::Collective { axes, stages, .. } = &issue.instr {
+                    assert!(program.mesh.size(*axes) * stages.len().max(1) as u64 > 1, "{what}: {:?}", issue.instr);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn each_bucket_is_synchronised_as_its_zero_stage_says() {
+    for Case { what, program, plan, graph } in cases(0..150) {
+        for (s, stage) in program.stages.iter().enumerate() {
+            for (id, bucket) in stage.buckets.iter() {
+                let layer = graph.nodes.values().find(|n| n.inputs.contains(&graph.params[bucket.members[0].param].value)).unwrap().layer;
+                let zero = if plan.dp == 1 { 0 } else { plan.layer(layer).zero.0 };
+                let is = |b, role| matches!(stage.buffers[b].content, Content::Flat { bucket, role: r, .. } if (bucket, r) == (id, role));
+                let count = |kind, pattern, role| {
+                    let of = |i: &&&Instr| matches!(i, Instr::Collective { pattern: p, dst, .. } if *p == pattern && is(*dst, role));
+                    instrs(stage, kind).iter().filter(of).count()
+                };
+                let homes = |s: &usize| {
+                    (plan.stages[*s].first..=plan.stages[*s].last)
+                        .filter(|l| {
+                            graph.nodes.values().any(|n| {
+                                n.layer == *l
+                                    && n.phase == dplan_ir::graph::Phase::Forward
+                                    && n.inputs.contains(&graph.params[bucket.members[0].param].value)
+                            })
+                        })
+                        .count()
+                };
+                let uses = homes(&s);
+                let scattered = match zero {
+                    0 => [0, 0],
+                    1 => [0, 1],
+                    _ => [uses, uses],
+                };
+                let kinds = [SegmentKind::Backward, SegmentKind::BackwardLast];
+                for (kind, expected) in kinds.into_iter().zip(scattered).filter(|(k, _)| *k == SegmentKind::BackwardLast || plan.micro_batches > 1) {
+                    assert_eq!(count(kind, Pattern::ReduceScatter, Role::Grad), expected, "{what} stage {s} {id} zero {zero} {kind:?}");
+                }
+                let gathers = |kind| count(kind, Pattern::AllGather, Role::Param);
+                assert_eq!(gathers(SegmentKind::Forward), if zero == 3 { uses } else { 0 }, "{what} stage {s} {id}");
+                assert_eq!(gathers(SegmentKind::BackwardLast), if zero == 3 { uses } else { 0 }, "{what} stage {s} {id}");
+                assert_eq!(gathers(SegmentKind::Update), usize::from(zero == 1 || zero == 2), "{what} stage {s} {id}");
+                let updates = instrs(stage, SegmentKind::Update);
+                assert_eq!(updates.iter().filter(|i| matches!(i, Instr::Update { grad, .. } if is(*grad, Role::Grad))).count(), 1, "{what}");
+                let squares = updates.iter().filter(|i| matches!(i, Instr::SquareSum { src, .. } if is(*src, Role::Grad))).count();
+                let counted = plan.clip == Clip::GlobalNorm && bucket.tied.first().is_none_or(|&f| f as usize == s);
+                assert_eq!(squares, usize::from(counted), "{what} stage {s} {id}");
+                let across = |i: &&&Instr| matches!(i, Instr::Collective { stages, dst, .. } if !stages.is_empty() && is(*dst, Role::Grad));
+                assert_eq!(updates.iter().filter(across).count(), usize::from(!bucket.tied.is_empty()), "{what} stage {s} {id}");
+            }
+        }
+    }
+}
+
+#[test]
+fn every_param_has_one_home_on_each_stage_that_uses_it() {
+    for Case { what, program, plan, graph } in cases(0..100) {
+        for (param, info) in graph.params.iter() {
+            for (s, stage) in program.stages.iter().enumerate() {
+                let used = graph.forward_nodes().any(|(_, n)| n.inputs.contains(&info.value) && plan.stage_of(n.layer) == s);
+                let homes = stage.buckets.values().flat_map(|b| &b.members).filter(|m| m.param == param).count();
+                assert_eq!(homes, usize::from(used), "{what} {param} stage {s}");
+            }
+        }
+    }
+}
+
+#[test]
+fn waits_follow_records_and_each_record_is_waited_for() {
+    let mut events = 0;
+    for Case { what, program, .. } in cases(0..100) {
+        for stage in &program.stages {
+            let body = || stage.segments.values().flat_map(|s| &s.body);
+            for event in 0..stage.events {
+                let recorded: Vec<Stream> =
+                    body().filter(|i| matches!(i.instr, Instr::Record(e) if e.index() == event as usize)).map(|i| i.stream).collect();
+                let waited: Vec<Stream> =
+                    body().filter(|i| matches!(i.instr, Instr::Wait(e) if e.index() == event as usize)).map(|i| i.stream).collect();
+                assert!(recorded.len() == 1 && !waited.is_empty() && !waited.contains(&recorded[0]), "{what}: event {event}");
+            }
+            events += stage.events;
+        }
+    }
+    assert!(events > 100);
+}

@@ -115,14 +115,15 @@ pub fn check(op: &Op, ins: &[&Type], outs: &[&Type]) -> Result<(), String> {
     ranks(op, ins)?;
     let rule = rule(op, &ins.iter().map(|t| t.dims.len()).collect::<Vec<_>>(), &outs.iter().map(|t| t.dims.len()).collect::<Vec<_>>());
     let mut dim_of: Vec<(char, DimId)> = Vec::new();
-    let sides = rule.ins.iter().zip(ins).map(|(l, t)| (l, t, "operand")).chain(rule.outs.iter().zip(outs).map(|((l, _), t)| (l, t, "result")));
-    for (at, (labels, ty, side)) in sides.enumerate() {
+    let operands = rule.ins.iter().zip(ins).enumerate().map(|(at, (l, t))| (at, l, t, "operand"));
+    let results = rule.outs.iter().zip(outs).enumerate().map(|(at, ((l, _), t))| (at, l, t, "result"));
+    for (at, labels, ty, side) in operands.chain(results) {
         if labels.len() != ty.dims.len() {
             return Err(format!("{side} {at} has {} dims, expected {}", ty.dims.len(), labels.len()));
         }
-        for (&label, &dim) in labels.iter().zip(&ty.dims) {
+        for (position, (&label, &dim)) in labels.iter().zip(&ty.dims).enumerate() {
             match dim_of.iter().find(|(l, _)| *l == label) {
-                Some(&(_, d)) if d != dim => return Err(format!("{side} {at}: dim {dim} where `{label}` is {d}")),
+                Some(&(_, d)) if d != dim => return Err(format!("{side} {at}: its dim {position} is not the `{label}` of those before")),
                 Some(_) => {}
                 None => dim_of.push((label, dim)),
             }

@@ -72,6 +72,44 @@ pub struct Spec {
     pub out: String,
 }
 
+impl Spec {
+    /// Whether the letters make a product as described.
+    ///
+    /// # Errors
+    /// What is wrong, in words.
+    pub fn check(&self) -> Result<(), String> {
+        let strings = [("left operand", &self.left), ("right operand", &self.right), ("result", &self.out)];
+        for (side, letters) in strings {
+            if let Some(twice) = letters.chars().find(|&l| letters.matches(l).count() > 1) {
+                return Err(format!("`{twice}` stands twice in the {side}"));
+            }
+        }
+        let role = |l: char| [self.left.contains(l), self.right.contains(l), self.out.contains(l)];
+        for letter in strings.iter().flat_map(|(_, letters)| letters.chars()) {
+            match role(letter) {
+                [true, true, _] | [true, false, true] | [false, true, true] => {}
+                [true, false, false] | [false, true, false] => return Err(format!("`{letter}` stands in one operand only, and not in the result")),
+                [false, false, _] => return Err(format!("`{letter}` of the result is in no operand")),
+            }
+        }
+        let of_role = |letters: &str, wanted: [bool; 3]| letters.chars().filter(|&l| role(l) == wanted).collect::<String>();
+        for wanted in [[true, true, true], [true, true, false], [true, false, true], [false, true, true]] {
+            let groups =
+                strings.iter().zip(wanted).filter(|(_, stands)| *stands).map(|((side, letters), _)| (side, letters, of_role(letters, wanted)));
+            let mut first: Option<String> = None;
+            for (side, letters, group) in groups {
+                if !letters.contains(&group) {
+                    return Err(format!("`{group}` should stand together in the {side}"));
+                }
+                if first.get_or_insert(group.clone()) != &group {
+                    return Err(format!("`{group}` of the {side} stands in another order elsewhere"));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
 /// Router normalisation after the top-k choice.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Renormalize {

@@ -182,6 +182,6 @@ fn end(p: &Parser<'_>) -> Result<(), ParseError> {
 }
 
 #[cfg(test)]
-mod arbitrary;
+pub(crate) mod arbitrary;
 #[cfg(test)]
 mod tests;

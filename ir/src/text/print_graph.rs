@@ -15,7 +15,7 @@ use crate::text::scope::Spelling;
 /// The graph as text, each entity with its line.
 pub fn graph(graph: &Graph) -> Printed {
     let mut out = Printed::default();
-    let mut at = Printer { graph, spelling: Spelling::new(graph), tables: TableNames::default(), next_value: 0, layer: None };
+    let mut at = Printer { graph, spelling: Spelling::new(graph), tables: TableNames::default(), next_value: 0, block: None };
     at.header(&mut out);
     at.body(&mut out);
     at.footer(&mut out);
@@ -28,8 +28,8 @@ struct Printer<'g> {
     tables: TableNames,
     /// The id that the next definition has if it does not say.
     next_value: u32,
-    /// The layer whose block is open.
-    layer: Option<u32>,
+    /// The layer whose block is open, and whether in the forward pass.
+    block: Option<(u32, bool)>,
 }
 
 /// What defines values, in an order of its own each.
@@ -82,12 +82,9 @@ impl Printer<'_> {
             graph.nodes.ids().map(|id| Item::Node(id, first(id))).collect(),
         ];
         while let Some(queue) = (0..3).filter(|&q| !queues[q].is_empty()).min_by_key(|&q| (queues[q].front().map(|i| i.value()), q)) {
-            let next_layer = queues[2].front().map(|item| match *item {
-                Item::Node(id, _) => graph.nodes[id].layer,
-                Item::Input(_) | Item::Param(..) => 0,
-            });
+            let next_block = queues[2].front().and_then(|item| self.block_of(*item));
             let item = queues[queue].pop_front();
-            if self.layer.is_some() && self.layer != next_layer {
+            if self.block != next_block {
                 self.close(out);
             }
             match item {
@@ -100,15 +97,23 @@ impl Printer<'_> {
         self.close(out);
     }
 
+    /// The block that a node stands in.
+    fn block_of(&self, item: Item) -> Option<(u32, bool)> {
+        match item {
+            Item::Node(id, _) => Some((self.graph.nodes[id].layer, self.graph.nodes[id].phase == Phase::Forward)),
+            Item::Input(_) | Item::Param(..) => None,
+        }
+    }
+
     fn close(&mut self, out: &mut Printed) {
-        if self.layer.take().is_some() {
+        if self.block.take().is_some() {
             out.put("}");
             out.end_line();
         }
     }
 
     fn indent(&self, out: &mut Printed) {
-        if self.layer.is_some() {
+        if self.block.is_some() {
             out.put("  ");
         }
     }
@@ -162,10 +167,10 @@ impl Printer<'_> {
 
     fn node(&mut self, out: &mut Printed, id: NodeId) {
         let node = &self.graph.nodes[id];
-        if self.layer != Some(node.layer) {
+        if self.block.is_none() {
             let _ = write!(out.text, "layer {} {{", node.layer);
             out.end_line();
-            self.layer = Some(node.layer);
+            self.block = self.block_of(Item::Node(id, ValueId(0)));
         }
         self.indent(out);
         out.mark(Place::Node(id));

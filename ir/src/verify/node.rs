@@ -1,0 +1,94 @@
+//! What a node's op says beyond its type rule: its numbers against the sizes of its operands, and the layouts of routed values.
+
+use std::collections::BTreeSet;
+
+use crate::entity::ValueId;
+use crate::graph::{Graph, Layout, Node};
+use crate::op::Op;
+
+/// Numbers in the op, against the sizes of its operands.
+pub fn attributes(graph: &Graph, node: &Node) -> Option<String> {
+    let size = |value: ValueId, dim: usize| graph.shape(value).get(dim).copied().unwrap_or(0);
+    match &node.op {
+        Op::RmsNorm { eps }
+        | Op::RmsNormGradInput { eps }
+        | Op::RmsNormGradWeight { eps }
+        | Op::LayerNorm { eps }
+        | Op::LayerNormGradInput { eps }
+        | Op::LayerNormGradWeight { eps } => (!(eps.is_finite() && *eps >= 0.0)).then(|| format!("eps {eps} should be finite and not negative")),
+        Op::Rope(rope) => {
+            let last = graph.shape(node.inputs[0]).last().copied().unwrap_or(0);
+            if rope.inv_freq.len() as u64 * 2 != last {
+                Some(format!("has {} angles, not one for each pair of {last} elements", rope.inv_freq.len()))
+            } else {
+                rope.inv_freq.iter().any(|a| !a.is_finite()).then(|| "angles should be finite".to_string())
+            }
+        }
+        Op::Attention(a) | Op::AttentionGrad(a) => {
+            if !a.scale.is_finite() {
+                Some(format!("scale {} should be finite", a.scale))
+            } else {
+                (a.mask.window == Some(0)).then(|| "a window of 0 hides everything".to_string())
+            }
+        }
+        Op::TopKGate { k, .. } | Op::TopKGateGrad { k, .. } => {
+            let experts = size(node.inputs[0], 2);
+            (*k == 0 || *k > experts).then(|| format!("k = {k} of {experts} experts"))
+        }
+        Op::AddPosition => {
+            let (positions, rows) = (size(node.inputs[0], 1), size(node.inputs[1], 0));
+            (positions > rows).then(|| format!("{positions} positions, but the table has {rows} rows"))
+        }
+        Op::Einsum(_)
+        | Op::ExpertEinsum(_)
+        | Op::AddBias
+        | Op::SumLeading { .. }
+        | Op::Add
+        | Op::Sub
+        | Op::Neg
+        | Op::Act(_)
+        | Op::ActGrad(_)
+        | Op::Gated(_)
+        | Op::GatedGrad(_)
+        | Op::Embed
+        | Op::EmbedGrad
+        | Op::AddPositionGrad
+        | Op::CeStats
+        | Op::CeStatsGrad
+        | Op::Mean
+        | Op::MeanGrad
+        | Op::Dispatch
+        | Op::Undispatch
+        | Op::Combine
+        | Op::CombineGradRows
+        | Op::CombineGradGate => None,
+    }
+}
+
+/// Routed values of one node have the `k` of their gate; what is computed from routed rows is routed, but for sums over experts or rows.
+pub fn routing(graph: &Graph, node: &Node) -> Option<String> {
+    let layout = |&v: &ValueId| graph.values[v].ty.layout;
+    let (ins, outs): (Vec<Layout>, Vec<Layout>) = (node.inputs.iter().map(layout).collect(), node.outputs.iter().map(layout).collect());
+    let chosen = node.inputs.last().and_then(|&v| graph.producer(v)).and_then(|p| match graph.nodes[p].op {
+        Op::TopKGate { k, .. } => Some(k),
+        _ => None,
+    });
+    let routed = |&layout: &Layout| match layout {
+        Layout::Dense => None,
+        Layout::TopK { k } => Some(k),
+    };
+    let (expects, gated) = match &node.op {
+        Op::Dispatch | Op::CombineGradRows => (true, true),
+        Op::ExpertEinsum(spec) => (spec.out.starts_with("bse"), true),
+        Op::Undispatch | Op::Combine | Op::CombineGradGate => (false, true),
+        _ => (ins.iter().find_map(routed).is_some(), false),
+    };
+    if outs.iter().any(|out| routed(out).is_some() != expects) {
+        return Some(format!("the result should be in {} layout", if expects { "top-k" } else { "dense" }));
+    }
+    let all: BTreeSet<u64> = ins.iter().chain(&outs).filter_map(routed).chain(chosen.filter(|_| gated)).collect();
+    if all.contains(&0) {
+        return Some("a top-k layout with k = 0 stores nothing".into());
+    }
+    (all.len() > 1).then(|| format!("routed values with different k: {all:?}"))
+}

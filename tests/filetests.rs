@@ -1,0 +1,89 @@
+//! Tests that are text: each file of `tests/filetests` begins with `test COMMAND`, and its body is what the command makes of it.
+//!
+//! A command is a function from a body to what the body should be: expectations are comments and text in place. `DPLAN_BLESS=1` writes what should be
+//! into the files, to be read in the diff. Comments before the first statement say what a file is about and are kept.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use dplan_ir::text::{self, ParseError};
+use dplan_ir::verify::report::annotate;
+use dplan_ir::{grad, verify};
+
+/// From a body to what it should be.
+type Command = fn(&str) -> Result<String, ParseError>;
+
+const COMMANDS: [(&str, Command); 4] = [("cat", cat), ("parse-error", parse_error), ("verify", verify), ("grad", differentiate)];
+
+/// Printing what was read gives the same text.
+fn cat(body: &str) -> Result<String, ParseError> {
+    text::parse(body).map(|document| text::print(&document))
+}
+
+/// The last line says where and how the text is wrong.
+fn parse_error(body: &str) -> Result<String, ParseError> {
+    let text: String = body.split_inclusive('\n').filter(|line| !line.starts_with("// error: ")).collect();
+    let said = text::parse(&text).err().map_or("none".to_string(), |e| e.to_string());
+    Ok(format!("{text}// error: {said}\n"))
+}
+
+/// Each error of the graph verifier stands below the line it is about.
+fn verify(body: &str) -> Result<String, ParseError> {
+    let graph = text::parse_graph(body)?;
+    Ok(annotate(&text::graph_printed(&graph), &verify::verify_graph(&graph)))
+}
+
+const BECOMES: &str = "// becomes\n";
+
+/// A forward graph, then the same graph with its backward pass, which is right.
+fn differentiate(body: &str) -> Result<String, ParseError> {
+    let source = body.split(BECOMES).next().unwrap_or_default();
+    let graph = text::parse_graph(source)?;
+    let after = match grad::differentiate(&graph) {
+        Ok(graph) => annotate(&text::graph_printed(&graph), &verify::verify_graph(&graph)),
+        Err(e) => format!("// error: {e}\n"),
+    };
+    Ok(format!("{}{BECOMES}{after}", text::print_graph(&graph)))
+}
+
+#[test]
+fn every_file_is_what_its_command_makes_of_it() {
+    let bless = std::env::var_os("DPLAN_BLESS").is_some_and(|v| v == "1");
+    let mut files = Vec::new();
+    collect(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/filetests"), &mut files);
+    assert!(files.len() >= COMMANDS.len(), "no filetests found");
+    let failures: Vec<String> = files.iter().filter_map(|file| check(file, bless).err().map(|why| format!("{}: {why}", file.display()))).collect();
+    assert!(failures.is_empty(), "{}\nDPLAN_BLESS=1 rewrites the files.", failures.join("\n"));
+}
+
+fn collect(dir: &Path, files: &mut Vec<PathBuf>) {
+    let mut entries: Vec<PathBuf> = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()).collect();
+    entries.sort();
+    for path in entries {
+        if path.is_dir() {
+            collect(&path, files);
+        } else if path.extension().is_some_and(|e| e == "dp") {
+            files.push(path);
+        }
+    }
+}
+
+fn check(file: &Path, bless: bool) -> Result<(), String> {
+    let whole = fs::read_to_string(file).map_err(|e| e.to_string())?;
+    let (header, rest) = whole.split_once('\n').ok_or("is empty")?;
+    let name = header.strip_prefix("test ").ok_or("should begin with `test COMMAND`")?;
+    let command = COMMANDS.iter().find(|(n, _)| *n == name).ok_or(format!("`{name}` is no command"))?.1;
+    let about: usize = rest.split_inclusive('\n').take_while(|line| line.starts_with("//") || line.trim().is_empty()).map(str::len).sum();
+    let (about, body) = rest.split_at(about);
+    let skipped = 1 + about.matches('\n').count() as u32;
+    let right = command(body).map_err(|e| ParseError { line: e.line + skipped, ..e }.to_string())?;
+    if right == body {
+        return Ok(());
+    }
+    if bless {
+        return fs::write(file, format!("{header}\n{about}{right}")).map_err(|e| e.to_string());
+    }
+    let line = body.lines().zip(right.lines()).take_while(|(a, b)| a == b).count();
+    let of = |text: &str| text.lines().nth(line).unwrap_or("the end").to_string();
+    Err(format!("line {}:\n  is        {}\n  should be {}", line as u32 + 1 + skipped, of(body), of(&right)))
+}

@@ -5,3 +5,4 @@ pub mod data;
 pub mod export;
 pub mod import;
 pub mod safetensors;
+pub mod runtime;

@@ -1,0 +1,294 @@
+//! One rank's step on its one thread.
+//!
+//! Each stream is an in-order queue; the thread looks at the heads of the queues in turn and takes each as far as it gets. A head that waits, for an event
+//! or for a peer, holds only its own stream. When no head gets further the thread parks until a peer that completed something wakes it: nothing spins, so
+//! there may be more ranks than cores.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::Thread;
+use std::time::Duration;
+
+use dplan_ir::dtype::DType;
+use dplan_ir::optimizer::{Optimizer, StepScalars, clip_scale};
+use dplan_ir::program::Stream;
+use dplan_kernels::cpu::block::{Block, BlockMut};
+use dplan_kernels::cpu::{Run, Threads, flat};
+
+use super::arena::{Arena, Slot};
+use super::load::{Action, Code, Item, Loaded};
+use super::meeting::{Part, Phase, Progress};
+use crate::runtime::batch::{Batch, Rows};
+use crate::runtime::{Order, block};
+
+const STREAMS: usize = Stream::ALL.len();
+
+/// Streams in the order in which a rank tries them: whom peers may wait for first, long kernels last.
+const EAGER: [usize; STREAMS] = [
+    Stream::SendForward as usize,
+    Stream::SendBackward as usize,
+    Stream::RecvForward as usize,
+    Stream::RecvBackward as usize,
+    Stream::Comm as usize,
+    Stream::Compute as usize,
+];
+
+/// What all ranks share.
+#[derive(Debug)]
+pub struct World {
+    pub loaded: Loaded,
+    pub arenas: Vec<Arena>,
+    pub ranks: Vec<Seen>,
+    /// Somebody failed: everybody stops.
+    pub poisoned: AtomicBool,
+    pub threads: Threads,
+    pub order: Order,
+}
+
+/// What others see of a rank.
+#[derive(Debug, Default)]
+pub struct Seen {
+    pub thread: OnceLock<Thread>,
+    /// Items completed of each queue in this step.
+    pub heads: [AtomicU64; STREAMS],
+    /// Counts whatever the rank completes, over all steps.
+    pub progress: AtomicU64,
+    /// The queue whose head the rank is at, for messages about failures.
+    pub at: AtomicU64,
+}
+
+impl World {
+    pub fn wake(&self, rank: usize) {
+        if let Some(thread) = self.ranks[rank].thread.get() {
+            thread.unpark();
+        }
+    }
+    pub fn poison(&self) {
+        self.poisoned.store(true, Ordering::SeqCst);
+        (0..self.ranks.len()).for_each(|rank| self.wake(rank));
+    }
+}
+
+/// A rank's place in the step it runs.
+#[derive(Debug)]
+pub struct Executor<'w> {
+    world: &'w World,
+    rank: usize,
+    phases: [Phase; STREAMS],
+    /// Which `record`s of the step are complete.
+    records: Vec<bool>,
+    random: u64,
+    /// Steps that were run before.
+    steps: u64,
+}
+
+/// The step was given up because another rank failed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Poisoned;
+
+impl<'w> Executor<'w> {
+    pub fn new(world: &'w World, rank: usize) -> Executor<'w> {
+        let seed = match world.order {
+            Order::Eager => 0,
+            Order::Seeded(seed) => seed.wrapping_add(rank as u64 * 0x9e37_79b9),
+        };
+        Executor { world, rank, phases: Default::default(), records: vec![false; world.loaded.codes[rank].records], random: seed, steps: 0 }
+    }
+
+    /// Runs one step.
+    ///
+    /// # Errors
+    /// If another rank failed meanwhile.
+    pub fn step(&mut self, scalars: &StepScalars, batch: &Batch) -> Result<(), Poisoned> {
+        let code = &self.world.loaded.codes[self.rank];
+        let seen = &self.world.ranks[self.rank];
+        seen.heads.iter().for_each(|h| h.store(0, Ordering::Relaxed));
+        self.records.fill(false);
+        let mut left: usize = code.queues.iter().map(Vec::len).sum();
+        while left > 0 {
+            let mut moved = false;
+            for stream in self.turns() {
+                while let Some(&item) = code.queues[stream].get(seen.heads[stream].load(Ordering::Relaxed) as usize) {
+                    if self.world.poisoned.load(Ordering::SeqCst) {
+                        return Err(Poisoned);
+                    }
+                    seen.at.store(stream as u64, Ordering::Relaxed);
+                    if self.advance(code, stream, item, scalars, batch) == Progress::Blocked {
+                        break;
+                    }
+                    seen.heads[stream].fetch_add(1, Ordering::Relaxed);
+                    seen.progress.fetch_add(1, Ordering::Relaxed);
+                    (left, moved) = (left - 1, true);
+                    // After each kernel the other streams get a look.
+                    if stream == Stream::Compute as usize || self.world.order != Order::Eager {
+                        break;
+                    }
+                }
+                if moved && self.world.order != Order::Eager {
+                    break;
+                }
+            }
+            if !moved && left > 0 {
+                // A wake-up since the heads were looked at makes this return at once; the limit is only a second line of defence.
+                std::thread::park_timeout(Duration::from_millis(200));
+            }
+            if self.world.poisoned.load(Ordering::SeqCst) {
+                return Err(Poisoned);
+            }
+        }
+        self.steps += 1;
+        Ok(())
+    }
+
+    /// The order in which streams are tried now.
+    fn turns(&mut self) -> [usize; STREAMS] {
+        let mut turns = EAGER;
+        if self.world.order != Order::Eager {
+            for i in (1..STREAMS).rev() {
+                // splitmix64.
+                self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
+                let z = (self.random ^ (self.random >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+                let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+                turns.swap(i, (z >> 32) as usize % (i + 1));
+            }
+        }
+        turns
+    }
+
+    /// Takes the head of a stream as far as it gets.
+    fn advance(&mut self, code: &Code, stream: usize, item: Item, scalars: &StepScalars, batch: &Batch) -> Progress {
+        let arena = &self.world.arenas[self.rank];
+        let micro = u64::from(item.micro_batch);
+        // SAFETY: here and below, slots of one instruction are this rank's until the instruction is complete: the verifier proved it of the program.
+        let read = |slot: &Slot| unsafe { arena.read(slot, micro) };
+        let write = |slot: &Slot| unsafe { arena.write(slot, micro) };
+        match &code.actions[item.action as usize] {
+            Action::Run { kernel, ins, outs, scratch, write: mode } => {
+                let mut operands = [Block::I32(&[]); 6];
+                operands.iter_mut().zip(ins).for_each(|(o, slot)| *o = read(slot));
+                let mut results = [const { None }; 3];
+                results.iter_mut().zip(outs).for_each(|(r, slot)| *r = Some(write(slot)));
+                let mut results = results.map(|r| r.unwrap_or(BlockMut::I32(&mut [])));
+                let scratch = match scratch {
+                    Some(slot) => write(slot),
+                    None if outs.first().or(ins.first()).is_some_and(|s| s.dtype == DType::F64) => BlockMut::F64(&mut []),
+                    None => BlockMut::F32(&mut []),
+                };
+                let run = Run { write: *mode, inv_tokens: scalars.inv_tokens, threads: self.world.threads };
+                kernel.run(&operands[..ins.len()], &mut results[..outs.len()], scratch, run);
+            }
+            Action::Input { dst, input, block, step } => load(&batch.inputs[*input], block, micro as usize * step, write(dst)),
+            Action::Slice { src, dst, row, start, len } => {
+                for at in 0..dst.bytes / len.max(&1) {
+                    // SAFETY: `load` checked that blocks of `len` bytes in rows of `row` bytes fill both slots.
+                    unsafe {
+                        let from = arena.at(src, micro).add(at * row + start);
+                        std::ptr::copy_nonoverlapping(from.cast_const(), arena.at(dst, micro).add(at * len), *len);
+                    }
+                }
+            }
+            Action::Meet { communicator, member, work, src, dst } => {
+                let meetings = self.world.loaded.meetings[*communicator];
+                let at = |slot: &Option<Slot>| slot.as_ref().map_or(std::ptr::null_mut(), |s| arena.at(s, micro));
+                let part = Part { work, member: *member, number: self.steps * meetings + u64::from(item.number), src: at(src), dst: at(dst) };
+                // SAFETY: as above; `load` checked the sizes.
+                return unsafe {
+                    self.world.loaded.communicators[*communicator].advance(&mut self.phases[stream], part, |rank| self.world.wake(rank))
+                };
+            }
+            Action::Zero { dst } => {
+                // SAFETY: inside the slot.
+                unsafe { std::ptr::write_bytes(arena.at(dst, micro), 0, dst.bytes) }
+            }
+            Action::AddInto { src, dst } => match (read(src), write(dst)) {
+                (Block::F32(src), BlockMut::F32(dst)) => flat::add_into(src, dst),
+                (Block::F64(src), BlockMut::F64(dst)) => flat::add_into(src, dst),
+                _ => unreachable!("refused when loaded"),
+            },
+            Action::SquareSum { src, dst } => {
+                let sum = match read(src) {
+                    Block::F32(x) => flat::square_sum(x),
+                    Block::F64(x) => flat::square_sum(x),
+                    Block::I32(_) => unreachable!("refused when loaded"),
+                };
+                put_scalar(write(dst), scalar(read(dst)) + sum);
+            }
+            Action::ClipScale { src, dst } => put_scalar(write(dst), clip_scale(scalar(read(src)).sqrt(), scalars.hyper.clip)),
+            Action::Update { optimizer, state, grad, moments, scale } => {
+                let scale = scale.as_ref().map_or(1.0, |s| scalar(read(s)));
+                match (write(state), read(grad)) {
+                    (BlockMut::F32(state), Block::F32(grad)) => {
+                        let moment = |i: usize| match write(&moments[i]) {
+                            BlockMut::F32(m) => m,
+                            BlockMut::F64(_) | BlockMut::I32(_) => unreachable!("refused when loaded"),
+                        };
+                        match optimizer {
+                            Optimizer::AdamW => flat::adamw(state, grad, moment(0), moment(1), scale, scalars),
+                            Optimizer::Sgd => flat::sgd(state, grad, moment(0), scale, scalars),
+                        }
+                    }
+                    (BlockMut::F64(state), Block::F64(grad)) => {
+                        let moment = |i: usize| match write(&moments[i]) {
+                            BlockMut::F64(m) => m,
+                            BlockMut::F32(_) | BlockMut::I32(_) => unreachable!("refused when loaded"),
+                        };
+                        match optimizer {
+                            Optimizer::AdamW => flat::adamw(state, grad, moment(0), moment(1), scale, scalars),
+                            Optimizer::Sgd => flat::sgd(state, grad, moment(0), scale, scalars),
+                        }
+                    }
+                    _ => unreachable!("refused when loaded"),
+                }
+            }
+            Action::Record => self.records[item.number as usize] = true,
+            Action::Wait if item.number > 0 && !self.records[item.number as usize - 1] => return Progress::Blocked,
+            Action::Wait | Action::Nothing => {}
+        }
+        Progress::Complete
+    }
+}
+
+/// Copies a block of an input of the step; padding is zero.
+fn load(rows: &Rows, block: &block::Block, first: usize, dst: BlockMut<'_>) {
+    let clear = block.has_padding();
+    match (rows, dst) {
+        (Rows::Tokens(rows), BlockMut::I32(dst)) => {
+            if clear {
+                dst.fill(0);
+            }
+            block.each(|s| dst[s.local..s.local + s.len].copy_from_slice(&rows[first + s.logical..first + s.logical + s.len]));
+        }
+        (Rows::Values(rows), BlockMut::F32(dst)) => {
+            if clear {
+                dst.fill(0.0);
+            }
+            block.each(|s| dst[s.local..s.local + s.len].iter_mut().zip(&rows[first + s.logical..]).for_each(|(d, r)| *d = *r as f32));
+        }
+        (Rows::Values(rows), BlockMut::F64(dst)) => {
+            if clear {
+                dst.fill(0.0);
+            }
+            block.each(|s| dst[s.local..s.local + s.len].copy_from_slice(&rows[first + s.logical..first + s.logical + s.len]));
+        }
+        (Rows::Tokens(_), BlockMut::F32(_) | BlockMut::F64(_)) | (Rows::Values(_), BlockMut::I32(_)) => {
+            unreachable!("the session checks the kinds of its inputs")
+        }
+    }
+}
+
+/// The value of a step-wide scalar.
+pub fn scalar(block: Block<'_>) -> f64 {
+    match block {
+        Block::F32(x) => f64::from(x[0]),
+        Block::F64(x) => x[0],
+        Block::I32(_) => unreachable!("refused when loaded"),
+    }
+}
+
+fn put_scalar(block: BlockMut<'_>, value: f64) {
+    match block {
+        BlockMut::F32(x) => x[0] = value as f32,
+        BlockMut::F64(x) => x[0] = value,
+        BlockMut::I32(_) => unreachable!("refused when loaded"),
+    }
+}

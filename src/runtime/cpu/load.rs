@@ -1,0 +1,450 @@
+//! From a program to what each rank does: every buffer an address, every op a kernel, every collective a numbered meeting.
+//!
+//! A rank's *actions* are the instructions of its segments, made ready. Its *queues* are the whole step, one list per stream, in issue order: an item names an
+//! action, its micro-batch, and a number: which meeting of its communicator it is, which `record` of the step, or which `record` it waits for.
+
+use std::collections::BTreeMap;
+
+use dplan_ir::dtype::DType;
+use dplan_ir::entity::{BufferId, NodeId, SegmentId, ValueId};
+use dplan_ir::extent::{OpContext, Seat, context};
+use dplan_ir::graph::{Graph, Layout};
+use dplan_ir::mesh::AxisSet;
+use dplan_ir::optimizer::Optimizer;
+use dplan_ir::program::{Channel, Content, Instr, Pattern, Program, StageProgram, Stream, Write};
+use dplan_ir::sharding::{LocalType, Sharding, local_type};
+use dplan_kernels::cpu::Kernel;
+
+use super::arena::Slot;
+use super::collective::Work;
+use super::meeting::Communicator;
+use crate::runtime::RuntimeError;
+use crate::runtime::block::Block;
+
+/// An instruction made ready for one rank.
+#[derive(Debug)]
+pub enum Action {
+    Run {
+        kernel: Box<Kernel>,
+        ins: Vec<Slot>,
+        outs: Vec<Slot>,
+        scratch: Option<Slot>,
+        write: Write,
+    },
+    /// Load the block of a graph input; micro-batches are `step` elements apart.
+    Input {
+        dst: Slot,
+        input: usize,
+        block: Block,
+        step: usize,
+    },
+    /// `dst[outer, len] = src[outer, start..start + len]` of rows of `row` bytes.
+    Slice {
+        src: Slot,
+        dst: Slot,
+        row: usize,
+        start: usize,
+        len: usize,
+    },
+    Meet {
+        communicator: usize,
+        member: usize,
+        work: Work,
+        src: Option<Slot>,
+        dst: Option<Slot>,
+    },
+    Zero {
+        dst: Slot,
+    },
+    AddInto {
+        src: Slot,
+        dst: Slot,
+    },
+    SquareSum {
+        src: Slot,
+        dst: Slot,
+    },
+    ClipScale {
+        src: Slot,
+        dst: Slot,
+    },
+    Update {
+        optimizer: Optimizer,
+        state: Slot,
+        grad: Slot,
+        moments: Vec<Slot>,
+        scale: Option<Slot>,
+    },
+    Record,
+    Wait,
+    /// Another rank's business.
+    Nothing,
+}
+
+/// One issue of an action.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Item {
+    pub action: u32,
+    pub micro_batch: u32,
+    /// Number of the meeting in this step, of the record in this step, or of the record waited for plus one (0: none).
+    pub number: u32,
+}
+
+/// Everything one rank does in a step.
+#[derive(Debug)]
+pub struct Code {
+    pub stage: u32,
+    pub actions: Vec<Action>,
+    /// The instruction of each action.
+    pub origins: Vec<(SegmentId, usize)>,
+    /// In the order of [`Stream::ALL`].
+    pub queues: [Vec<Item>; Stream::ALL.len()],
+    pub records: usize,
+}
+
+/// The codes of all ranks, and where they meet.
+#[derive(Debug, Default)]
+pub struct Loaded {
+    pub codes: Vec<Code>,
+    pub communicators: Vec<Communicator>,
+    /// Meetings of each communicator in one step.
+    pub meetings: Vec<u64>,
+}
+
+/// What tells communicators apart.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
+enum Key {
+    Group { axes: AxisSet, stages: Vec<u32>, members: Vec<usize> },
+    Message { channel: Channel, from: usize, to: usize },
+}
+
+/// Makes a program ready.
+///
+/// # Errors
+/// What in the program a CPU rank cannot run. A verified f32 or f64 program has none of it.
+pub fn load(graph: &Graph, program: &Program) -> Result<Loaded, RuntimeError> {
+    let mut communicators: BTreeMap<Key, usize> = BTreeMap::new();
+    let mut loaded = Loaded::default();
+    // How many meetings of each communicator each of its members issues.
+    let mut counts: Vec<BTreeMap<usize, u64>> = Vec::new();
+    for (stage, of_stage) in program.stages.iter().enumerate() {
+        for local_rank in 0..program.mesh.ranks() {
+            let mut loader = Loader { graph, program, stage, of_stage, local_rank, communicators: &mut communicators, loaded: &mut loaded };
+            let code = loader.code()?;
+            let rank = loader.rank(stage, local_rank);
+            for item in code.queues.iter().flatten() {
+                if let Action::Meet { communicator, .. } = code.actions[item.action as usize] {
+                    counts.resize(counts.len().max(communicator + 1), BTreeMap::new());
+                    *counts[communicator].entry(rank).or_default() += 1;
+                }
+            }
+            loaded.codes.push(code);
+        }
+    }
+    for (communicator, counts) in loaded.communicators.iter().zip(&counts) {
+        let count = |rank: &usize| counts.get(rank).copied().unwrap_or(0);
+        let expected = communicator.members.iter().map(count).max().unwrap_or(0);
+        if let Some(&rank) = communicator.members.iter().find(|&r| count(r) != expected) {
+            let why = format!("rank {rank} comes to {} of the {expected} meetings of ranks {:?}", count(&rank), communicator.members);
+            return Err(RuntimeError::Program { stage: loaded.codes[rank].stage, at: "schedule".into(), why });
+        }
+        loaded.meetings.push(expected);
+    }
+    Ok(loaded)
+}
+
+/// Loads one rank.
+struct Loader<'a> {
+    graph: &'a Graph,
+    program: &'a Program,
+    stage: usize,
+    of_stage: &'a StageProgram,
+    local_rank: u64,
+    communicators: &'a mut BTreeMap<Key, usize>,
+    loaded: &'a mut Loaded,
+}
+
+impl Loader<'_> {
+    fn code(&mut self) -> Result<Code, RuntimeError> {
+        let mut code = Code { stage: self.stage as u32, actions: Vec::new(), origins: Vec::new(), queues: Default::default(), records: 0 };
+        let mut first = Vec::new();
+        for (id, segment) in self.of_stage.segments.iter() {
+            first.push(code.actions.len());
+            for (at, issue) in segment.body.iter().enumerate() {
+                let action = self.action(&issue.instr).map_err(|why| RuntimeError::Program {
+                    stage: self.stage as u32,
+                    at: format!("{} {id}, instruction {at}", segment.kind.name()),
+                    why,
+                })?;
+                code.actions.push(action);
+                code.origins.push((id, at));
+            }
+        }
+        let mut latest = vec![0u32; self.of_stage.events as usize];
+        let mut meetings: BTreeMap<usize, u32> = BTreeMap::new();
+        for call in &self.of_stage.schedule {
+            let segment = self.of_stage.segments.get(call.segment).ok_or_else(|| RuntimeError::Program {
+                stage: self.stage as u32,
+                at: "schedule".into(),
+                why: format!("{} does not exist", call.segment),
+            })?;
+            for (at, issue) in segment.body.iter().enumerate() {
+                let action = first[call.segment.0 as usize] + at;
+                let number = match (&issue.instr, &code.actions[action]) {
+                    (Instr::Record(event), _) => {
+                        code.records += 1;
+                        latest[event.0 as usize] = code.records as u32;
+                        code.records as u32 - 1
+                    }
+                    (Instr::Wait(event), _) => latest[event.0 as usize],
+                    (_, Action::Meet { communicator, .. }) => {
+                        let next = meetings.entry(*communicator).or_default();
+                        *next += 1;
+                        *next - 1
+                    }
+                    _ => 0,
+                };
+                let item = Item { action: action as u32, micro_batch: call.micro_batch as u32, number };
+                code.queues[issue.stream as usize].push(item);
+            }
+        }
+        Ok(code)
+    }
+
+    fn action(&mut self, instr: &Instr) -> Result<Action, String> {
+        let mesh = &self.program.mesh;
+        Ok(match instr {
+            Instr::Run { node, ins, outs, scratch, write } => self.run(*node, ins, outs, *scratch, *write)?,
+            Instr::Input { dst } => self.input(*dst)?,
+            Instr::Slice { src, dst, axes, dim } => {
+                let shape = self.shape(*src, *dim)?;
+                let (src, dst) = (self.slot(*src)?, self.slot(*dst)?);
+                let (row, ways) = (shape.row * src.dtype.size() as usize, mesh.size(*axes) as usize);
+                if row % ways != 0 || dst.bytes * ways != src.bytes {
+                    return Err(format!("a dim of {} elements in {ways} blocks", shape.row));
+                }
+                let len = row / ways;
+                Action::Slice { src, dst, row, start: mesh.position(self.local_rank, *axes) as usize * len, len }
+            }
+            Instr::Collective { pattern, axes, stages, dim, monoid, src, dst } => {
+                let (from, to) = (self.slot(*src)?, self.slot(*dst)?);
+                let members = self.group(*axes, stages);
+                let (ways, dtype) = (members.len(), from.dtype);
+                let sized = |whole: Slot, part: Slot| {
+                    if part.bytes * ways == whole.bytes { Ok(()) } else { Err(format!("{} of {} bytes in {ways} blocks", whole.bytes, part.bytes)) }
+                };
+                let work = match pattern {
+                    Pattern::AllReduce if from.bytes != to.bytes => return Err(format!("{} bytes reduced to {}", from.bytes, to.bytes)),
+                    Pattern::AllReduce => Work::AllReduce { elems: from.elems(), monoid: *monoid, dtype },
+                    Pattern::ReduceScatter => {
+                        sized(from, to)?;
+                        let shape = self.shape(*src, *dim)?;
+                        Work::ReduceScatter { outer: shape.outer, block: shape.row / ways, monoid: *monoid, dtype }
+                    }
+                    Pattern::AllGather => {
+                        sized(to, from)?;
+                        let shape = self.shape(*dst, *dim)?;
+                        Work::AllGather { outer: shape.outer, block: shape.row / ways, dtype }
+                    }
+                };
+                if *pattern != Pattern::AllGather && !matches!(dtype, DType::F32 | DType::F64) {
+                    return Err(format!("no reduction in {dtype} on CPU ranks"));
+                }
+                let key = Key::Group { axes: *axes, stages: stages.clone(), members: members.clone() };
+                self.meet(key, members, work, Some(from), Some(to))
+            }
+            Instr::Send { to, channel, src } => {
+                let slot = self.slot(*src)?;
+                self.message(*channel, self.stage, *to as usize, Some(slot), None)?
+            }
+            Instr::Recv { from, channel, dst } => {
+                let slot = self.slot(*dst)?;
+                self.message(*channel, *from as usize, self.stage, None, Some(slot))?
+            }
+            Instr::Zero { dst } => Action::Zero { dst: self.slot(*dst)? },
+            Instr::AddInto { src, dst } => {
+                let (src, dst) = (self.float(*src)?, self.float(*dst)?);
+                self.same(&[src, dst])?;
+                Action::AddInto { src, dst }
+            }
+            Instr::SquareSum { src, dst, once } => {
+                if mesh.position(self.local_rank, *once) == 0 {
+                    Action::SquareSum { src: self.float(*src)?, dst: self.float(*dst)? }
+                } else {
+                    Action::Nothing
+                }
+            }
+            Instr::ClipScale { src, dst } => Action::ClipScale { src: self.float(*src)?, dst: self.float(*dst)? },
+            Instr::Update { state, grad, moments, param, scale } => {
+                if param.is_some() {
+                    return Err("CPU ranks keep no master copy".into());
+                }
+                let optimizer = self.program.optimizer.ok_or("the program has no optimizer")?;
+                let (state, grad) = (self.float(*state)?, self.float(*grad)?);
+                let moments = moments.iter().map(|&m| self.float(m)).collect::<Result<Vec<_>, _>>()?;
+                if moments.len() != optimizer.moments() {
+                    return Err(format!("{} moments of the {} that {} has", moments.len(), optimizer.moments(), optimizer.name()));
+                }
+                self.same(&[&[state, grad], &moments[..]].concat())?;
+                Action::Update { optimizer, state, grad, moments, scale: scale.map(|s| self.float(s)).transpose()? }
+            }
+            Instr::Record(event) | Instr::Wait(event) if event.0 >= self.of_stage.events => return Err(format!("{event} does not exist")),
+            Instr::Record(_) => Action::Record,
+            Instr::Wait(_) => Action::Wait,
+        })
+    }
+
+    fn run(&mut self, node: NodeId, ins: &[BufferId], outs: &[BufferId], scratch: Option<BufferId>, write: Write) -> Result<Action, String> {
+        let node = self.graph.nodes.get(node).ok_or_else(|| format!("{node} does not exist"))?;
+        if (node.inputs.len(), node.outputs.len()) != (ins.len(), outs.len()) {
+            return Err(format!("{} operands and {} results", ins.len(), outs.len()));
+        }
+        let shardings = |ids: &[BufferId]| ids.iter().map(|&b| self.sharding(b)).collect::<Result<Vec<_>, _>>();
+        let (in_shardings, out_shardings) = (shardings(ins)?, shardings(outs)?);
+        let types = |ids: &[BufferId], values: &[ValueId], shardings: &[Sharding]| -> Result<Vec<LocalType>, String> {
+            ids.iter().zip(values).zip(shardings).map(|((&b, &v), s)| self.local_type(b, v, s)).collect()
+        };
+        let (in_types, out_types) = (types(ins, &node.inputs, &in_shardings)?, types(outs, &node.outputs, &out_shardings)?);
+        let seat = self.seat();
+        let context: OpContext =
+            context(self.graph, node, &in_shardings.iter().collect::<Vec<_>>(), &out_shardings.iter().collect::<Vec<_>>(), seat, 0.0);
+        let kernel = Kernel::prepare(&node.op, &context, &in_types, &out_types).map_err(|e| e.to_string())?;
+        let slots = |ids: &[BufferId]| ids.iter().map(|&b| self.slot(b)).collect::<Result<Vec<_>, _>>();
+        let (ins, outs, scratch) = (slots(ins)?, slots(outs)?, scratch.map(|s| self.slot(s)).transpose()?);
+        let dtype = out_types.iter().chain(&in_types).map(|t| t.dtype).find(|&t| t != DType::I32).unwrap_or(DType::F32);
+        if scratch.map_or(0, |s| s.bytes) < kernel.scratch_elems() * dtype.size() as usize {
+            return Err(format!("needs {} elements of scratch", kernel.scratch_elems()));
+        }
+        // Kernels read their operands while they write.
+        for (at, out) in outs.iter().enumerate() {
+            let others = ins.iter().chain(&scratch).chain(&outs[..at]);
+            if let Some(other) = others.into_iter().find(|other| out.overlaps(other)) {
+                return Err(format!("result {at} overlaps {other:?}"));
+            }
+        }
+        let scratch = scratch.map(|s| s.typed(dtype));
+        Ok(Action::Run { kernel: Box::new(kernel), ins, outs, scratch, write })
+    }
+
+    fn input(&self, dst: BufferId) -> Result<Action, String> {
+        let Content::Value { value, sharding } = &self.buffer(dst)?.content else { return Err("an input is a value".into()) };
+        let input = self.graph.inputs.iter().position(|v| v == value).ok_or_else(|| format!("{value} is no input of the graph"))?;
+        let dims = &self.graph.values[*value].ty.dims;
+        self.local_type(dst, *value, sharding)?;
+        let longer = self.graph.batch.map(|b| (b, self.graph.size(b) * self.program.micro_batches));
+        let block = Block::new(self.graph, dims, sharding, self.seat(), longer);
+        // An input without sequences is the same for every micro-batch.
+        let step = self.graph.batch.and_then(|b| Some(block.stride(dims.iter().position(|&d| d == b)?) * self.graph.size(b) as usize)).unwrap_or(0);
+        Ok(Action::Input { dst: self.slot(dst)?, input, block, step })
+    }
+
+    fn message(&mut self, channel: Channel, from: usize, to: usize, src: Option<Slot>, dst: Option<Slot>) -> Result<Action, String> {
+        if from.max(to) >= self.program.stages.len() || from == to {
+            return Err(format!("a message from stage {from} to stage {to}"));
+        }
+        let (from, to) = (self.rank(from, self.local_rank), self.rank(to, self.local_rank));
+        let bytes = src.or(dst).map_or(0, |s| s.bytes);
+        Ok(self.meet(Key::Message { channel, from, to }, vec![from, to], Work::Message { bytes }, src, dst))
+    }
+
+    fn meet(&mut self, key: Key, members: Vec<usize>, work: Work, src: Option<Slot>, dst: Option<Slot>) -> Action {
+        let me = self.rank(self.stage, self.local_rank);
+        let member = members.iter().position(|&m| m == me).unwrap_or(0);
+        let communicator = *self.communicators.entry(key).or_insert_with(|| {
+            self.loaded.communicators.push(Communicator::new(members));
+            self.loaded.communicators.len() - 1
+        });
+        Action::Meet { communicator, member, work, src, dst }
+    }
+
+    /// Ranks that take part in a collective, in group order.
+    fn group(&self, axes: AxisSet, stages: &[u32]) -> Vec<usize> {
+        let local = self.program.mesh.group(self.local_rank, axes);
+        let mut stages: Vec<usize> = stages.iter().map(|&s| s as usize).collect();
+        if stages.is_empty() {
+            stages.push(self.stage);
+        }
+        stages.iter().flat_map(|&stage| local.iter().map(move |&l| (stage, l))).map(|(stage, l)| self.rank(stage, l)).collect()
+    }
+    fn rank(&self, stage: usize, local_rank: u64) -> usize {
+        stage * self.program.mesh.ranks() as usize + local_rank as usize
+    }
+    fn seat(&self) -> Seat<'_> {
+        Seat { mesh: &self.program.mesh, padded: &self.program.padded, local_rank: self.local_rank }
+    }
+
+    fn buffer(&self, id: BufferId) -> Result<&dplan_ir::program::Buffer, String> {
+        self.of_stage.buffers.get(id).ok_or_else(|| format!("{id} does not exist"))
+    }
+    fn slot(&self, id: BufferId) -> Result<Slot, String> {
+        Slot::new(self.buffer(id)?, self.of_stage.arena_bytes, &self.program.mesh, self.local_rank).map_err(|why| format!("{id}: {why}"))
+    }
+    /// The slot of a buffer that is computed with.
+    fn float(&self, id: BufferId) -> Result<Slot, String> {
+        match self.slot(id)? {
+            slot if matches!(slot.dtype, DType::F32 | DType::F64) => Ok(slot),
+            slot => Err(format!("{id}: CPU ranks compute in f32 and f64, not in {}", slot.dtype)),
+        }
+    }
+    fn same(&self, slots: &[Slot]) -> Result<(), String> {
+        match slots.iter().find(|s| (s.bytes, s.dtype) != (slots[0].bytes, slots[0].dtype)) {
+            None => Ok(()),
+            Some(other) => Err(format!("{} bytes of {} beside {} bytes of {}", slots[0].bytes, slots[0].dtype, other.bytes, other.dtype)),
+        }
+    }
+    /// How a buffer's content is sharded.
+    fn sharding(&self, id: BufferId) -> Result<Sharding, String> {
+        match &self.buffer(id)?.content {
+            Content::Value { sharding, .. } => Ok(sharding.clone()),
+            Content::Member { bucket, param, .. } => {
+                let bucket = self.of_stage.buckets.get(*bucket).ok_or_else(|| format!("{bucket} does not exist"))?;
+                let member = bucket.members.iter().find(|m| m.param == *param).ok_or_else(|| format!("{param} is not in its bucket"))?;
+                Ok(member.sharding.clone())
+            }
+            Content::Scalar(_) => Ok(Sharding::replicated(0)),
+            Content::Flat { .. } | Content::Scratch => Err(format!("{id} holds no tensor")),
+        }
+    }
+    fn local_type(&self, id: BufferId, value: ValueId, sharding: &Sharding) -> Result<LocalType, String> {
+        let ty = &self.graph.values.get(value).ok_or_else(|| format!("{value} does not exist"))?.ty;
+        if ty.dims.len() != sharding.dims.len() {
+            return Err(format!("{id} has a sharding of {} dims for {value}", sharding.dims.len()));
+        }
+        let divides = |(&dim, &axes)| self.program.padded.size(dim) % self.program.mesh.size(axes) == 0;
+        if !ty.dims.iter().zip(&sharding.dims).all(divides) {
+            return Err(format!("{id}: the sharding of {value} does not divide its dims"));
+        }
+        let buffer = self.buffer(id)?;
+        let local = LocalType { dtype: buffer.dtype, ..local_type(ty, sharding, &self.program.padded, &self.program.mesh) };
+        if local.bytes() == buffer.bytes { Ok(local) } else { Err(format!("{id} has {} bytes for a block of {}", buffer.bytes, local.bytes())) }
+    }
+    /// The stored shape of a buffer as `[outer, row]`, `row` being the elements of a dim and all that follow it.
+    fn shape(&self, id: BufferId, dim: u32) -> Result<Shape, String> {
+        let buffer = self.buffer(id)?;
+        let dims: Vec<u64> = match &buffer.content {
+            Content::Value { value, sharding } => {
+                let local = self.local_type(id, *value, sharding)?;
+                match local.layout {
+                    Layout::Dense => local.dims,
+                    // Packed rows stand for three dims, which cannot be cut.
+                    Layout::TopK { .. } if dim < 3 => return Err(format!("{id} is in top-k layout: its dim {dim} cannot be cut")),
+                    Layout::TopK { .. } => {
+                        let rest: u64 = local.dims[3..].iter().product();
+                        [&[local.elems() / rest.max(1), 1, 1], &local.dims[3..]].concat()
+                    }
+                }
+            }
+            Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Scratch => vec![buffer.bytes / buffer.dtype.size()],
+        };
+        if dim as usize >= dims.len() {
+            return Err(format!("{id} has no dim {dim}"));
+        }
+        let (outer, row) = dims.split_at(dim as usize);
+        Ok(Shape { outer: outer.iter().product::<u64>() as usize, row: row.iter().product::<u64>() as usize })
+    }
+}
+
+struct Shape {
+    outer: usize,
+    row: usize,
+}

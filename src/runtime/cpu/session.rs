@@ -1,0 +1,356 @@
+//! A session: the threads of all ranks, from load to drop.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use dplan_ir::dtype::DType;
+use dplan_ir::entity::{ParamId, Table};
+use dplan_ir::graph::Graph;
+use dplan_ir::init;
+use dplan_ir::optimizer::StepScalars;
+use dplan_ir::program::{Content, Program, Role, Scalar, Stream};
+use dplan_kernels::cpu::Threads;
+
+use super::arena::{Arena, Slot};
+use super::executor::{Executor, Poisoned, Seen, World, scalar};
+use super::load::{Action, Item, load};
+use super::state;
+use crate::runtime::{Batch, Options, RankMemory, Rows, RuntimeError, Stall, StepResult};
+
+/// Ranks as threads, and their memory.
+#[derive(Debug)]
+pub struct Session {
+    graph: Graph,
+    program: Program,
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+    timeout: Duration,
+}
+
+/// What the session's threads share.
+#[derive(Debug)]
+struct Shared {
+    world: World,
+    task: Mutex<Task>,
+    finished: Condvar,
+    quit: AtomicBool,
+    /// Steps begun.
+    begun: AtomicU64,
+}
+
+/// The step that is being run.
+#[derive(Debug)]
+struct Task {
+    scalars: Option<StepScalars>,
+    batch: Option<Arc<Batch>>,
+    /// Ranks that have not ended it yet.
+    running: usize,
+    failure: Option<RuntimeError>,
+}
+
+impl Session {
+    /// Allocates every rank's arena and starts its thread. All memory is zero: load parameters, or initialise them, before the first step.
+    ///
+    /// # Errors
+    /// If the program has something CPU ranks cannot do, or there is not enough memory.
+    pub fn new(graph: Graph, program: Program, options: &Options) -> Result<Session, RuntimeError> {
+        let loaded = load(&graph, &program)?;
+        let mut arenas = Vec::with_capacity(loaded.codes.len());
+        for (rank, code) in loaded.codes.iter().enumerate() {
+            let bytes = program.stages[code.stage as usize].arena_bytes;
+            arenas.push(Arena::new(bytes).ok_or(RuntimeError::Memory { rank, bytes })?);
+        }
+        let count = arenas.len();
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let world = World {
+            loaded,
+            arenas,
+            ranks: (0..count).map(|_| Seen::default()).collect(),
+            poisoned: AtomicBool::new(false),
+            threads: if count < cores { Threads::All } else { Threads::Caller },
+            order: options.order,
+        };
+        let task = Mutex::new(Task { scalars: None, batch: None, running: 0, failure: None });
+        let shared = Arc::new(Shared { world, task, finished: Condvar::new(), quit: AtomicBool::new(false), begun: AtomicU64::new(0) });
+        let mut session = Session { graph, program, shared, threads: Vec::with_capacity(count), timeout: options.timeout };
+        for rank in 0..count {
+            let shared = Arc::clone(&session.shared);
+            let thread = std::thread::Builder::new().name(format!("rank {rank}")).spawn(move || shared.rank(rank));
+            let thread = thread.map_err(|e| RuntimeError::Thread { rank, why: e.to_string() })?;
+            // Threads begin by waiting for a step, so the handle is there before anybody needs it.
+            let _ = session.shared.world.ranks[rank].thread.set(thread.thread().clone());
+            session.threads.push(thread);
+        }
+        Ok(session)
+    }
+
+    pub fn graph(&self) -> &Graph {
+        &self.graph
+    }
+    pub fn program(&self) -> &Program {
+        &self.program
+    }
+    /// What each rank allocated.
+    pub fn memory(&self) -> Vec<RankMemory> {
+        let codes = &self.shared.world.loaded.codes;
+        codes.iter().zip(&self.shared.world.arenas).map(|(code, arena)| RankMemory { stage: code.stage, arena_bytes: arena.bytes() }).collect()
+    }
+    /// Elements that [`Batch::inputs`] holds for each input of the graph.
+    pub fn input_elems(&self) -> Vec<usize> {
+        let elems = |dims: &[dplan_ir::entity::DimId]| {
+            let one: u64 = dims.iter().map(|&d| self.graph.size(d)).product();
+            let repeats = if dims.iter().any(|&d| Some(d) == self.graph.batch) { self.program.micro_batches } else { 1 };
+            (one * repeats) as usize
+        };
+        self.graph.inputs.iter().map(|&v| elems(&self.graph.values[v].ty.dims)).collect()
+    }
+
+    /// Sets every parameter to its deterministic initial value.
+    ///
+    /// # Errors
+    /// As [`Session::load`].
+    pub fn initialise(&mut self, seed: u64) -> Result<(), RuntimeError> {
+        let graph = self.graph.clone();
+        self.load(Role::Param, |param| {
+            let (value, init) = (graph.params[param].value, graph.params[param].init);
+            let hash = init::name_hash(&graph.values[value].name);
+            (0..graph.shape(value).iter().product::<u64>()).map(|i| init::element(init, seed, hash, i)).collect()
+        })
+    }
+
+    /// Sets every parameter (or another role of it, such as a moment) to the logical tensor that `provide` gives, row-major.
+    ///
+    /// # Errors
+    /// If a tensor has the wrong number of elements, or the session ended.
+    pub fn load(&mut self, role: Role, mut provide: impl FnMut(ParamId) -> Vec<f64>) -> Result<(), RuntimeError> {
+        self.idle()?;
+        for (id, param) in self.graph.params.iter() {
+            let (values, expected) = (provide(id), self.graph.shape(param.value).iter().product::<u64>() as usize);
+            if values.len() != expected {
+                return Err(RuntimeError::Param { param: self.graph.values[param.value].name.clone(), found: values.len(), expected });
+            }
+            // SAFETY: no step runs: this has the only reference to the session.
+            unsafe { state::scatter(&self.graph, &self.program, &self.shared.world.arenas, role, id, &values) };
+        }
+        Ok(())
+    }
+    /// All parameters as logical tensors, row-major.
+    ///
+    /// # Errors
+    /// If the session ended with an error.
+    pub fn params(&mut self) -> Result<Table<ParamId, Vec<f64>>, RuntimeError> {
+        self.gather(Role::Param)
+    }
+    /// The last step's gradients, reduced and before clipping.
+    ///
+    /// # Errors
+    /// As [`Session::params`].
+    pub fn grads(&mut self) -> Result<Table<ParamId, Vec<f64>>, RuntimeError> {
+        self.gather(Role::Grad)
+    }
+    /// One role of all parameters.
+    ///
+    /// # Errors
+    /// As [`Session::params`].
+    pub fn gather(&mut self, role: Role) -> Result<Table<ParamId, Vec<f64>>, RuntimeError> {
+        self.idle()?;
+        // SAFETY: no step runs: this has the only reference to the session.
+        let one = |id| unsafe { state::gather(&self.graph, &self.program, &self.shared.world.arenas, role, id) };
+        Ok(self.graph.params.ids().map(one).collect())
+    }
+
+    /// Runs one step on all ranks.
+    ///
+    /// # Errors
+    /// If the inputs have the wrong size, a rank fails, or nobody gets further. After the latter two the session has ended.
+    pub fn step(&mut self, scalars: &StepScalars, batch: &Arc<Batch>) -> Result<StepResult, RuntimeError> {
+        self.idle()?;
+        self.check(batch)?;
+        let started = Instant::now();
+        let shared = &*self.shared;
+        let ranks = shared.world.ranks.len();
+        {
+            let mut task = shared.lock();
+            (task.scalars, task.batch, task.running) = (Some(*scalars), Some(Arc::clone(batch)), ranks);
+            shared.begun.fetch_add(1, Ordering::SeqCst);
+        }
+        (0..ranks).for_each(|rank| shared.world.wake(rank));
+        self.wait()?;
+        let read = |stage: usize, which: Scalar| {
+            let (id, buffer) = self.program.stages[stage].buffers.iter().find(|(_, b)| b.content == Content::Scalar(which))?;
+            let slot = Slot::new(buffer, self.program.stages[stage].arena_bytes, &self.program.mesh, 0).ok()?;
+            debug_assert_eq!(self.program.stages[stage].buffers[id].slots.max(1), 1);
+            // SAFETY: the step is over.
+            Some(scalar(unsafe { shared.world.arenas[stage * self.program.mesh.ranks() as usize].read(&slot, 0) }))
+        };
+        let last = self.program.stages.len() - 1;
+        Ok(StepResult {
+            loss: read(last, Scalar::Loss).unwrap_or(f64::NAN),
+            grad_norm: read(last, Scalar::NormSquared).map(f64::sqrt),
+            seconds: started.elapsed().as_secs_f64(),
+        })
+    }
+
+    /// Waits until every rank has ended the step.
+    fn wait(&self) -> Result<(), RuntimeError> {
+        let shared = &*self.shared;
+        let tick = (self.timeout / 4).clamp(Duration::from_millis(1), Duration::from_secs(1));
+        let progress = || shared.world.ranks.iter().map(|r| r.progress.load(Ordering::Relaxed)).sum::<u64>();
+        let (mut seen, mut since) = (progress(), Instant::now());
+        let mut task = shared.lock();
+        while task.running > 0 {
+            task = shared.finished.wait_timeout(task, tick).map_or_else(|e| e.into_inner().0, |(task, _)| task);
+            let now = progress();
+            if now != seen {
+                (seen, since) = (now, Instant::now());
+            } else if task.failure.is_none() && since.elapsed() >= self.timeout && task.running > 0 {
+                task.failure = Some(RuntimeError::Stalled { seconds: since.elapsed().as_secs_f64(), stalls: self.stalls() });
+                shared.world.poison();
+            }
+            // A rank inside an endless kernel cannot be stopped; its thread is left behind with the memory that it may touch.
+            if task.failure.is_some() && since.elapsed() >= self.timeout + Duration::from_secs(1) {
+                break;
+            }
+        }
+        match task.failure.take() {
+            Some(failure) => Err(failure),
+            None => Ok(()),
+        }
+    }
+
+    /// Whose fault it may be that nobody gets further: the ranks that wait for a peer, else all that wait.
+    fn stalls(&self) -> Vec<Stall> {
+        let world = &self.shared.world;
+        let mut stalls = Vec::new();
+        for (rank, code) in world.loaded.codes.iter().enumerate() {
+            for (stream, queue) in Stream::ALL.iter().zip(&code.queues) {
+                let Some(item) = queue.get(world.ranks[rank].heads[*stream as usize].load(Ordering::Relaxed) as usize) else { continue };
+                let peers = match &code.actions[item.action as usize] {
+                    Action::Meet { communicator, .. } => {
+                        let present = |other: usize| self.is_at(other, *communicator, item.number);
+                        world.loaded.communicators[*communicator].members.iter().copied().filter(|&m| m != rank && !present(m)).collect()
+                    }
+                    _ => Vec::new(),
+                };
+                stalls.push(Stall { rank, stage: code.stage, instruction: self.shared.describe(&self.program, rank, *item), peers });
+            }
+        }
+        if stalls.iter().any(|s| !s.peers.is_empty()) {
+            stalls.retain(|s| !s.peers.is_empty());
+        }
+        stalls
+    }
+
+    /// Whether the head of some queue of `rank` is meeting `number` of a communicator.
+    fn is_at(&self, rank: usize, communicator: usize, number: u32) -> bool {
+        let (code, seen) = (&self.shared.world.loaded.codes[rank], &self.shared.world.ranks[rank]);
+        code.queues.iter().zip(&seen.heads).any(|(queue, head)| {
+            queue.get(head.load(Ordering::Relaxed) as usize).is_some_and(|item| {
+                item.number == number && matches!(code.actions[item.action as usize], Action::Meet { communicator: c, .. } if c == communicator)
+            })
+        })
+    }
+
+    fn idle(&self) -> Result<(), RuntimeError> {
+        if self.shared.world.poisoned.load(Ordering::SeqCst) { Err(RuntimeError::Ended) } else { Ok(()) }
+    }
+
+    fn check(&self, batch: &Batch) -> Result<(), RuntimeError> {
+        for (at, expected) in self.input_elems().into_iter().enumerate() {
+            let value = &self.graph.values[self.graph.inputs[at]];
+            let found = match (batch.inputs.get(at), value.ty.dtype) {
+                (Some(Rows::Tokens(t)), DType::I32) => t.len(),
+                (Some(Rows::Values(v)), DType::F32 | DType::F64) => v.len(),
+                _ => 0,
+            };
+            if found != expected {
+                return Err(RuntimeError::Input { input: value.name.clone(), found, expected });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.shared.quit.store(true, Ordering::SeqCst);
+        self.shared.world.poison();
+        for thread in self.threads.drain(..) {
+            // A thread that is still in a kernel after a stall is left behind.
+            if thread.is_finished() || self.shared.lock().running == 0 {
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Task> {
+        // A panic while the lock is held leaves the task whole: it is only ever assigned to.
+        self.task.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// The life of a rank's thread.
+    fn rank(&self, rank: usize) {
+        let mut executor = Executor::new(&self.world, rank);
+        let mut done = 0;
+        loop {
+            while self.begun.load(Ordering::SeqCst) == done {
+                if self.quit.load(Ordering::SeqCst) {
+                    return;
+                }
+                std::thread::park();
+            }
+            done += 1;
+            let (scalars, batch) = {
+                let task = self.lock();
+                (task.scalars, task.batch.clone())
+            };
+            let (Some(scalars), Some(batch)) = (scalars, batch) else { return };
+            let outcome = catch_unwind(AssertUnwindSafe(|| executor.step(&scalars, &batch)));
+            drop(batch);
+            let mut task = self.lock();
+            match outcome {
+                Ok(Ok(()) | Err(Poisoned)) => {}
+                Err(panic) => {
+                    task.failure.get_or_insert_with(|| self.failure(rank, &*panic));
+                    self.world.poison();
+                }
+            }
+            task.running -= 1;
+            if task.running == 0 {
+                task.batch = None;
+                self.finished.notify_all();
+            }
+            if self.world.poisoned.load(Ordering::SeqCst) {
+                return;
+            }
+        }
+    }
+
+    fn failure(&self, rank: usize, panic: &(dyn Any + Send)) -> RuntimeError {
+        let why = panic.downcast_ref::<String>().cloned().or_else(|| panic.downcast_ref::<&str>().map(|s| s.to_string()));
+        let code = &self.world.loaded.codes[rank];
+        let seen = &self.world.ranks[rank];
+        let stream = seen.at.load(Ordering::Relaxed) as usize;
+        let item = code.queues[stream].get(seen.heads[stream].load(Ordering::Relaxed) as usize);
+        let instruction = item.map_or_else(String::new, |item| self.place(rank, *item));
+        RuntimeError::Rank { rank, stage: code.stage, instruction, why: why.unwrap_or_else(|| "a panic".into()) }
+    }
+
+    /// Where in the program an item is.
+    fn place(&self, rank: usize, item: Item) -> String {
+        let (segment, at) = self.world.loaded.codes[rank].origins[item.action as usize];
+        format!("{segment}, instruction {at}, micro-batch {}", item.micro_batch)
+    }
+    fn describe(&self, program: &Program, rank: usize, item: Item) -> String {
+        let code = &self.world.loaded.codes[rank];
+        let (segment, at) = code.origins[item.action as usize];
+        let segment_of = &program.stages[code.stage as usize].segments[segment];
+        format!("`{:?}` ({}, {})", segment_of.body[at].instr, segment_of.kind.name(), self.place(rank, item))
+    }
+}

@@ -1,0 +1,92 @@
+//! Running programs. The runtime makes no decision that the program did not make.
+//!
+//! [`cpu`] runs every rank of a program as a thread of this process. A [`Session`] holds the ranks' memory from step to step:
+//! load parameters, run steps, read parameters and gradients back as logical tensors.
+
+pub mod batch;
+pub mod block;
+pub mod cpu;
+
+pub use batch::{Batch, Rows};
+pub use cpu::Session;
+
+use std::time::Duration;
+
+/// Choices about running that are no part of a program and never change a result.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// A step in which no rank gets any further for this long is ended, and the ranks that wait are named.
+    pub timeout: Duration,
+    pub order: Order,
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        Options { timeout: Duration::from_secs(600), order: Order::Eager }
+    }
+}
+
+/// In which order a rank's thread tries its streams.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Order {
+    /// Communication first, so that peers wait least.
+    Eager,
+    /// A pseudo-random stream each time: finds edges that a program lacks.
+    Seeded(u64),
+}
+
+/// What one step reports.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct StepResult {
+    /// Mean over all target tokens of the step.
+    pub loss: f64,
+    /// Global norm of the gradients before clipping, where the program computes it.
+    pub grad_norm: Option<f64>,
+    pub seconds: f64,
+}
+
+/// What one rank allocated.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct RankMemory {
+    pub stage: u32,
+    pub arena_bytes: u64,
+}
+
+/// A rank that does not get further, and why.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Stall {
+    pub rank: usize,
+    pub stage: u32,
+    pub instruction: String,
+    /// Ranks it waits for.
+    pub peers: Vec<usize>,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum RuntimeError {
+    #[error("stage {stage}, {at}: {why}")]
+    Program { stage: u32, at: String, why: String },
+    #[error("rank {rank} cannot allocate its arena of {bytes} bytes")]
+    Memory { rank: usize, bytes: u64 },
+    #[error("cannot start the thread of rank {rank}: {why}")]
+    Thread { rank: usize, why: String },
+    #[error("input `{input}` has {found} elements, a step takes {expected}")]
+    Input { input: String, found: usize, expected: usize },
+    #[error("parameter `{param}` has {found} elements, expected {expected}")]
+    Param { param: String, found: usize, expected: usize },
+    #[error("rank {rank} (stage {stage}) failed at {instruction}: {why}")]
+    Rank { rank: usize, stage: u32, instruction: String, why: String },
+    #[error("no rank got further for {seconds} s: {}", describe(stalls))]
+    Stalled { seconds: f64, stalls: Vec<Stall> },
+    #[error("the session ended with an earlier error")]
+    Ended,
+}
+
+fn describe(stalls: &[Stall]) -> String {
+    let one = |s: &Stall| {
+        let peers = s.peers.iter().map(|p| format!("rank {p}")).collect::<Vec<_>>().join(", ");
+        let whom = if peers.is_empty() { String::new() } else { format!(" for {peers}") };
+        format!("rank {} (stage {}) waits at {}{whom}", s.rank, s.stage, s.instruction)
+    };
+    stalls.iter().map(one).collect::<Vec<_>>().join("; ")
+}

@@ -4,5 +4,5 @@
 pub mod data;
 pub mod export;
 pub mod import;
-pub mod safetensors;
 pub mod runtime;
+pub mod safetensors;

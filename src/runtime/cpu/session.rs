@@ -1,6 +1,7 @@
 //! A session: the threads of all ranks, from load to drop.
 
 use std::any::Any;
+use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -17,12 +18,11 @@ use dplan_kernels::cpu::Threads;
 
 use super::arena::{Arena, Slot};
 use super::executor::{Executor, Poisoned, Seen, World, scalar};
-use super::load::{Action, Item, load};
+use super::load::{Action, Item, Loaded, load};
 use super::state;
 use crate::runtime::{Batch, Options, RankMemory, Rows, RuntimeError, Stall, StepResult};
 
 /// Ranks as threads, and their memory.
-#[derive(Debug)]
 pub struct Session {
     graph: Graph,
     program: Program,
@@ -59,6 +59,10 @@ impl Session {
     /// If the program has something CPU ranks cannot do, or there is not enough memory.
     pub fn new(graph: Graph, program: Program, options: &Options) -> Result<Session, RuntimeError> {
         let loaded = load(&graph, &program)?;
+        Session::start(graph, program, loaded, options)
+    }
+
+    fn start(graph: Graph, program: Program, loaded: Loaded, options: &Options) -> Result<Session, RuntimeError> {
         let mut arenas = Vec::with_capacity(loaded.codes.len());
         for (rank, code) in loaded.codes.iter().enumerate() {
             let bytes = program.stages[code.stage as usize].arena_bytes;
@@ -275,6 +279,12 @@ impl Session {
     }
 }
 
+impl fmt::Debug for Session {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Session of `{}` on {} ranks", self.graph.name, self.threads.len())
+    }
+}
+
 impl Drop for Session {
     fn drop(&mut self) {
         self.shared.quit.store(true, Ordering::SeqCst);
@@ -354,3 +364,7 @@ impl Shared {
         format!("`{:?}` ({}, {})", segment_of.body[at].instr, segment_of.kind.name(), self.place(rank, item))
     }
 }
+
+#[cfg(test)]
+#[path = "session_tests.rs"]
+mod tests;

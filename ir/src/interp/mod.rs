@@ -5,6 +5,7 @@
 
 pub mod graph;
 pub mod op;
+pub mod program;
 pub mod sharded;
 pub mod tensor;
 

@@ -119,30 +119,52 @@ fn form_type(graph: &Graph, sharded: &Sharded, form: FormId) -> LocalType {
     LocalType { dtype: DType::F64, ..local_type(&graph.values[of.value].ty, &of.sharding, &sharded.padded, &sharded.mesh) }
 }
 
-fn reduce(members: &[&Tensor], monoid: Monoid) -> Tensor {
+pub(crate) fn reduce(members: &[&Tensor], monoid: Monoid) -> Tensor {
     members[1..].iter().fold(members[0].clone(), |sum, next| sum.zip(next, |a, b| combine(monoid, a, b)))
 }
 
 /// Block `at` of `ways` equal ones of a dim.
-fn narrow(tensor: &Tensor, dim: usize, at: u64, ways: u64) -> Tensor {
+pub(crate) fn narrow(tensor: &Tensor, dim: usize, at: u64, ways: u64) -> Tensor {
+    let (rows, first) = stored(tensor);
+    let mut block = rows.dims.clone();
+    block[dim - first] /= ways;
+    let start = at * block[dim - first];
+    let data = Tensor::from_fn(&block, |index| {
+        let mut index = index.to_vec();
+        index[dim - first] += start;
+        rows.data[rows.at(&index)]
+    });
     let mut dims = tensor.dims.clone();
     dims[dim] /= ways;
-    let start = at * dims[dim];
-    Tensor::from_fn(&dims, |index| {
-        let mut index = index.to_vec();
-        index[dim] += start;
-        tensor.data[tensor.at(&index)]
-    })
+    Tensor { dims, layout: tensor.layout, data: data.data }
 }
 
-fn concat(members: &[&Tensor], dim: usize) -> Tensor {
-    let each = members[0].dims[dim];
+pub(crate) fn concat(members: &[&Tensor], dim: usize) -> Tensor {
+    let parts: Vec<(Tensor, usize)> = members.iter().map(|t| stored(t)).collect();
+    let (rows, first) = &parts[0];
+    let each = rows.dims[dim - first];
+    let mut whole = rows.dims.clone();
+    whole[dim - first] *= members.len() as u64;
+    let data = Tensor::from_fn(&whole, |index| {
+        let mut index = index.to_vec();
+        let (member, _) = &parts[(index[dim - first] / each) as usize];
+        index[dim - first] %= each;
+        member.data[member.at(&index)]
+    });
     let mut dims = members[0].dims.clone();
     dims[dim] *= members.len() as u64;
-    Tensor::from_fn(&dims, |index| {
-        let mut index = index.to_vec();
-        let member = members[(index[dim] / each) as usize];
-        index[dim] %= each;
-        member.data[member.at(&index)]
-    })
+    Tensor { dims, layout: members[0].layout, data: data.data }
+}
+
+/// The elements as they are stored, as a dense tensor, and by how much its dims are numbered lower: rows in top-k layout stand for the first three dims.
+fn stored(tensor: &Tensor) -> (Tensor, usize) {
+    match tensor.layout {
+        Layout::Dense => (tensor.clone(), 0),
+        Layout::TopK { .. } => {
+            let width: u64 = tensor.dims[3..].iter().product();
+            let rows = tensor.data.len() as u64 / width.max(1);
+            let dims: Vec<u64> = [rows].into_iter().chain(tensor.dims[3..].iter().copied()).collect();
+            (Tensor::dense(&dims, tensor.data.clone()), 2)
+        }
+    }
 }

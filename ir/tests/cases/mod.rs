@@ -11,6 +11,7 @@ use dplan_ir::interp::Tensor;
 use dplan_ir::op::{Activation, Attention, Mask, Op, Renormalize, Rope, Rotation, Spec};
 
 /// A graph and data to run it on.
+#[allow(dead_code)] // Not every test reads every field.
 pub struct Case {
     pub graph: Graph,
     pub params: Table<ParamId, Tensor>,

@@ -1,0 +1,118 @@
+//! Programs of a naive lowering: the verifier proves them, and on all their ranks at once, in whatever order streams allow, they train as one device does.
+
+mod cases;
+mod naive;
+
+use cases::Case;
+use dplan_ir::dtype::DType;
+use dplan_ir::grad::differentiate;
+use dplan_ir::graph::Graph;
+use dplan_ir::interp::Tensor;
+use dplan_ir::interp::graph::{TrainState, train_step};
+use dplan_ir::interp::program::ProgramRun;
+use dplan_ir::optimizer::{Hyper, Optimizer, StepScalars};
+use dplan_ir::program::{Program, Role};
+use dplan_ir::text;
+use dplan_ir::verify::program::verify_program;
+use dplan_ir::verify::report::annotate;
+use naive::{Shape, lower};
+
+const HYPER: Hyper = Hyper { lr: 0.05, beta1: 0.9, beta2: 0.95, eps: 1e-2, weight_decay: 0.01, momentum: 0.8, clip: 0.5 };
+
+const BASE: Shape = Shape { dp: 1, tp: 1, pp: 1, micro_batches: 2, zero: 0, one_f_one_b: true, optimizer: Optimizer::AdamW, seed: 0 };
+
+/// The differentiated graph of a case, for a batch of `sequences` in a micro-batch.
+fn graph_of(case: &Case, sequences: u64) -> Graph {
+    let mut forward = case.graph.clone();
+    forward.set_batch(sequences);
+    differentiate(&forward).unwrap_or_else(|why| panic!("{why}"))
+}
+
+fn verified(graph: &Graph, program: &Program, what: &str) {
+    if let Err(violations) = verify_program(graph, program) {
+        let text = annotate(&text::program_printed(program, graph), &violations);
+        let list: Vec<String> = violations.iter().map(|v| v.to_string()).collect();
+        panic!("{what}: {} violations\n{}\n\n{text}", violations.len(), list.join("\n"));
+    }
+}
+
+fn shapes() -> Vec<Shape> {
+    let mut all = vec![BASE, Shape { optimizer: Optimizer::Sgd, ..BASE }, Shape { tp: 2, ..BASE }, Shape { tp: 6, ..BASE }];
+    for zero in 0..4 {
+        all.push(Shape { dp: 2, zero, micro_batches: 3, ..BASE });
+        all.push(Shape { dp: 2, tp: 2, pp: 2, zero, micro_batches: 3, one_f_one_b: zero % 2 == 0, ..BASE });
+        all.push(Shape { dp: 3, pp: 3, zero, micro_batches: 5, ..BASE });
+    }
+    all.push(Shape { pp: 3, tp: 2, micro_batches: 4, ..BASE });
+    all
+}
+
+#[test]
+fn correct_programs_are_proved_and_train_like_one_device() {
+    for (number, case) in cases::all().into_iter().enumerate() {
+        for (at, shape) in shapes().into_iter().enumerate() {
+            let shape = Shape { seed: (number * 100 + at) as u64, ..shape };
+            let what = format!("{} as {shape:?}", case.graph.name);
+            let graph = graph_of(&case, shape.dp);
+            let program = lower(&graph, shape);
+            verified(&graph, &program, &what);
+            trains_alike(&case, &graph, &program, shape, &what);
+        }
+    }
+}
+
+/// Two steps on other data each; losses, norms, parameters and states as on one device.
+fn trains_alike(case: &Case, graph: &Graph, program: &Program, shape: Shape, what: &str) {
+    let mut state = TrainState::new(case.params.clone(), shape.optimizer);
+    let mut run = ProgramRun::new(graph, program, shape.seed);
+    for (param, value) in case.params.iter() {
+        run.set_param(param, value);
+    }
+    for step in 1..=2 {
+        let batch = |m: u64| {
+            let row = |k: u64| {
+                let shape = graph.shape(graph.inputs[k as usize]);
+                Tensor::from_fn(&shape, |i| ((i[0] * 5 + i[1] * 3 + i[1] * i[1] + m * 3 + k * 2 + step) % 7) as f64)
+            };
+            vec![row(0), row(1)]
+        };
+        let inputs: Vec<Vec<Tensor>> = (0..shape.micro_batches).map(batch).collect();
+        let scalars = StepScalars { hyper: HYPER, step, inv_tokens: 0.03 };
+        let want = train_step(graph, &mut state, &inputs, &scalars, shape.optimizer);
+        let got = run.step(&inputs, &scalars).unwrap_or_else(|why| panic!("{what}: {why}"));
+        close(got.loss, want.loss, &format!("{what}: loss of step {step}"));
+        close(got.grad_norm.unwrap_or(f64::NAN), want.grad_norm, &format!("{what}: gradient norm of step {step}"));
+    }
+    for (param, value) in state.params.iter() {
+        let mut pairs = vec![(Role::Param, value)];
+        pairs.extend([Role::Moment1, Role::Moment2].into_iter().zip(&state.moments[param]));
+        for (role, want) in pairs {
+            let got = run.state(param, role).unwrap_or_else(|why| panic!("{what}: {why}"));
+            let name = &graph.values[graph.params[param].value].name;
+            for (&x, &y) in got.data.iter().zip(&want.data) {
+                close(x, y, &format!("{what}: {} of {name}", role.name()));
+            }
+        }
+    }
+}
+
+fn close(got: f64, want: f64, what: &str) {
+    assert!((got - want).abs() <= 1e-9 * want.abs().max(1.0), "{what}: {got}, expected {want}");
+}
+
+#[test]
+fn sixteen_bit_parameters_have_a_master_copy() {
+    let case = cases::all().remove(1);
+    let mut forward = case.graph.clone();
+    forward.set_batch(2);
+    for value in forward.values.iter_mut().map(|(_, v)| v) {
+        if value.ty.dtype == DType::F64 {
+            value.ty.dtype = DType::Bf16;
+        }
+    }
+    let graph = differentiate(&forward).unwrap_or_else(|why| panic!("{why}"));
+    for zero in 0..4 {
+        let shape = Shape { dp: 2, zero, pp: 2, ..BASE };
+        verified(&graph, &lower(&graph, shape), &format!("{shape:?}"));
+    }
+}

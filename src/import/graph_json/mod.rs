@@ -87,7 +87,10 @@ struct Reader<'a> {
 pub fn model(root: &At<'_>, file_name: &str, options: &ImportOptions) -> Result<Model, ImportError> {
     root.only(&["dplan", "name", "description", "dims", "inputs", "params", "nodes", "loss"])?;
     root.need("dplan", "1: the version of the format")?.integer(1..=1)?;
-    let name = root.get("name").map_or(Ok(file_name), |at| at.string())?;
+    let name = root.get_or_null("name").map_or(Ok(file_name), |at| at.string())?;
+    if let Some(at) = root.get_or_null("description") {
+        at.string()?;
+    }
     let mut sketch = Builder::new(name);
     let any_dim = sketch.dim("any", 1);
     let mut reader = Reader {
@@ -118,7 +121,7 @@ pub fn model(root: &At<'_>, file_name: &str, options: &ImportOptions) -> Result<
 /// The named dims, and which of them is the batch.
 fn dims(root: &At<'_>, classes: &mut Classes) -> Result<(BTreeMap<String, Var>, Option<Var>), ImportError> {
     let (mut named, mut batch) = (BTreeMap::new(), None);
-    let Some(at) = root.get("dims") else { return Ok((named, batch)) };
+    let Some(at) = root.get_or_null("dims") else { return Ok((named, batch)) };
     for (name, size) in at.object()? {
         check_name(&size, name)?;
         let var = if size.value().is_string() {
@@ -176,13 +179,13 @@ impl<'a> Reader<'a> {
 
     /// Reads `params`.
     fn params(&mut self, root: &At<'a>, named: &BTreeMap<String, Var>, options: &ImportOptions) -> Result<(), ImportError> {
-        let Some(params) = root.get("params") else { return Ok(()) };
+        let Some(params) = root.get_or_null("params") else { return Ok(()) };
         for (name, at) in params.object()? {
             let (dims_at, init) = if at.value().is_array() {
                 (at.clone(), Init::Normal { std: 0.02 })
             } else {
                 at.only(&["dims", "init"])?;
-                (at.need("dims", "the dims of the parameter")?, at.get("init").map_or(Ok(Init::Normal { std: 0.02 }), |at| init(&at))?)
+                (at.need("dims", "the dims of the parameter")?, at.get_or_null("init").map_or(Ok(Init::Normal { std: 0.02 }), |at| init(&at))?)
             };
             let dims = self.read_dims(&dims_at, named)?;
             let sketched = vec![self.any_dim; dims.len()];
@@ -202,7 +205,7 @@ impl<'a> Reader<'a> {
             let written = op::read(&at)?;
             let composite = matches!(written, Written::CrossEntropy);
             let name = at.need("name", "the name of the node")?.string()?;
-            let layer = at.get("layer").map_or(Ok(None), |l| l.integer(0..=limits::MAX_LAYERS).map(Some))?;
+            let layer = at.get_or_null("layer").map_or(Ok(None), |l| l.integer(0..=limits::MAX_LAYERS).map(Some))?;
             let inputs = self.operands(&at)?;
             let first: Vec<u64> = inputs.first().map_or(Vec::new(), |v| self.dims[v.0 as usize].iter().map(|&d| self.classes.size(d)).collect());
             if matches!(written, Written::Rope { .. }) {

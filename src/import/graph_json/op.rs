@@ -125,26 +125,26 @@ fn function(node: &At<'_>) -> Result<Activation, ImportError> {
 }
 
 fn eps(node: &At<'_>) -> Result<f64, ImportError> {
-    node.get("eps").map_or(Ok(1e-5), |at| at.positive_number())
+    node.get_or_null("eps").map_or(Ok(1e-5), |at| at.positive_number())
 }
 
 fn rope(node: &At<'_>) -> Result<Written, ImportError> {
-    if let Some(at) = node.get("inv_freq") {
+    if let Some(at) = node.get_or_null("inv_freq") {
         let inv_freq = at.array()?.iter().map(At::number).collect::<Result<Vec<f64>, _>>()?;
         return Ok(Written::Op(Op::Rope(Rope { rotation: Rotation::Forward, inv_freq })));
     }
-    let theta = node.get("theta").map_or(Ok(10_000.0), |at| at.positive_number())?;
+    let theta = node.get_or_null("theta").map_or(Ok(10_000.0), |at| at.positive_number())?;
     Ok(Written::Rope { theta })
 }
 
 fn attention(node: &At<'_>) -> Result<Written, ImportError> {
-    let causal = node.get("causal").map_or(Ok(true), |at| at.boolean())?;
-    let window = match node.get("window") {
+    let causal = node.get_or_null("causal").map_or(Ok(true), |at| at.boolean())?;
+    let window = match node.get_or_null("window") {
         Some(at) if !causal => return Err(at.wrong("is a window of attention that is not causal", "absent")),
         Some(at) => Some(at.integer(1..=u64::MAX)?),
         None => None,
     };
-    let scale = match node.get("scale") {
+    let scale = match node.get_or_null("scale") {
         Some(at) => Some(at.number()?),
         None => None,
     };
@@ -153,7 +153,7 @@ fn attention(node: &At<'_>) -> Result<Written, ImportError> {
 
 fn top_k_gate(node: &At<'_>) -> Result<Written, ImportError> {
     let k = node.need("k", "how many experts a token goes to")?.integer(1..=u64::MAX)?;
-    let renormalize = match node.get("renormalize") {
+    let renormalize = match node.get_or_null("renormalize") {
         Some(at) if !at.boolean()? => Renormalize::No,
         _ => Renormalize::Yes,
     };

@@ -9,10 +9,10 @@
 //! everything: which slots meet depends on differences of micro-batches alone, and those repeat.
 //!
 //! Only bytes that two streams touch matter. They are cut into *cells* that every buffer covers whole or not at all; each cell and slot remembers its last
-//! write and the reads since.
+//! write and the reads since. A communicator that two streams use is a cell too, which each of its operations writes: all members then meet them in one order.
 
 use dplan_ir::entity::{BufferId, EventId, SegmentId, Table};
-use dplan_ir::mesh::Mesh;
+use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::program::{Call, Instr, Issue, StageProgram, Stream, Write};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -74,7 +74,19 @@ struct Cells {
     /// For each buffer, the cells it covers.
     of: Table<BufferId, Range<u32>>,
     slots: Table<BufferId, u64>,
+    /// Cells of the communicators that several streams use.
+    communicators: BTreeMap<Communicator, u32>,
     count: usize,
+}
+
+/// The axes and stages of a collective.
+type Communicator = (AxisSet, Vec<u32>);
+
+fn communicator(instr: &Instr) -> Option<Communicator> {
+    match instr {
+        Instr::Collective { axes, stages, .. } => Some((*axes, stages.clone())),
+        _ => None,
+    }
 }
 
 impl Cells {
@@ -115,7 +127,16 @@ impl Cells {
         }
         let cell = |offset: u64| starts.partition_point(|&s| s < offset) as u32;
         let of = program.buffers.map(|b, _| if streams[b] == 0 { 0..0 } else { cell(range(b).start)..cell(range(b).end) });
-        Cells { of, slots: program.buffers.map(|_, b| b.slots.max(1)), count: starts.len() }
+        let mut users: BTreeMap<Communicator, u8> = BTreeMap::new();
+        for issue in program.segments.values().flat_map(|s| &s.body) {
+            if let Some(communicator) = communicator(&issue.instr) {
+                *users.entry(communicator).or_default() |= 1 << issue.stream as u8;
+            }
+        }
+        let shared = users.into_iter().filter(|(_, streams)| streams.count_ones() > 1).map(|(c, _)| c);
+        let communicators: BTreeMap<Communicator, u32> = shared.zip(starts.len() as u32..).collect();
+        let count = starts.len() + communicators.len();
+        Cells { of, slots: program.buffers.map(|_, b| b.slots.max(1)), communicators, count }
     }
 
     /// The instructions of a body that touch cells.
@@ -128,6 +149,9 @@ impl Cells {
                     cells.push((self.of[b].clone(), self.slots[b], access));
                 }
             });
+            if let Some(&cell) = communicator(&issue.instr).and_then(|c| self.communicators.get(&c)) {
+                cells.push((cell..cell + 1, 1, Access::Write));
+            }
             if !cells.is_empty() {
                 touches.push(Touch { at, stream: issue.stream as usize, cells });
             }

@@ -4,10 +4,10 @@
 //!
 //! ```text
 //! forward    gather(0) gather(1) | layer 0 | gather(2) | layer 1 | gather(3) | …
-//! backward   … | layer n | gather(n−2) | scatter(n) | layer n−1 | gather(n−3) | scatter(n−1) | …
+//! backward   … | layer n | scatter(n) | gather(n−2) | layer n−1 | scatter(n−1) | gather(n−3) | …
 //! ```
-//! A turn of the ring is free as soon as its layer has been issued, so the parameters of the next layer but one are gathered right then, before the gradients
-//! of this one are scattered: they are needed sooner. Layers that keep whole parameters are passed over.
+//! A turn of the ring is free as soon as its layer and what follows from it have been issued; the parameters of the next layer but one are gathered into it
+//! right then. Layers that keep whole parameters are passed over.
 
 use super::arena::Arena;
 use super::fragment::{Fragment, Storage, makes, reads};
@@ -36,13 +36,15 @@ impl<'a> Body<'a> {
     pub fn issue(&mut self, stream: Stream, instr: Instr) {
         self.issues.push(Issue { stream, instr });
     }
-    /// A collective on flat buffers of this stage; nothing over no axes.
+    /// A collective on flat buffers or scalars of this stage; nothing over no axes.
     pub fn flat(&mut self, pattern: Pattern, axes: AxisSet, src: BufferId, dst: BufferId) {
         self.flat_across(pattern, axes, Vec::new(), src, dst);
     }
+    /// The same over several stages. Tensor-parallel ranks talk on the compute stream, as they do between kernels.
     pub fn flat_across(&mut self, pattern: Pattern, axes: AxisSet, stages: Vec<u32>, src: BufferId, dst: BufferId) {
+        let stream = if stages.is_empty() && self.stage.mesh().tp().includes(axes) { Stream::Compute } else { Stream::Comm };
         if !axes.is_empty() || !stages.is_empty() {
-            self.issue(Stream::Comm, Instr::Collective { pattern, axes, stages, dim: 0, monoid: Monoid::Sum, src, dst });
+            self.issue(stream, Instr::Collective { pattern, axes, stages, dim: 0, monoid: Monoid::Sum, src, dst });
         }
     }
     fn segment(self, kind: SegmentKind) -> Segment {
@@ -105,8 +107,8 @@ pub(super) fn backward(stage: Stage<'_>, arena: &Arena, kind: SegmentKind) -> Se
             body.issue(Stream::Compute, Instr::Zero { dst: turned.whole });
         }
         body.layer(at, Pass::Backward);
-        body.gather(Pass::Backward, next_but_one(&turns, at));
         sync::scatter(&mut body, at);
+        body.gather(Pass::Backward, next_but_one(&turns, at));
         if kind == SegmentKind::BackwardLast {
             sync::reduce(&mut body, at);
         }

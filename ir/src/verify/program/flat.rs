@@ -399,6 +399,8 @@ impl Walk<'_> {
             _ if sum.of(Term::All).is_some() && sum.terms.len() == 1 => sum.terms,
             None if sum.terms.is_empty() => return Ok(None),
             None => return Err((Class::Gradient, "holds a contribution that is not its parameter's".into())),
+            // The bytes of a bucket of one member are that member's, however they are cut: its contributions may come one by one (a shared parameter).
+            Some(_) if self.types.stage.buckets[bucket].members.len() == 1 => sum.terms,
             Some(&first) => {
                 let spans = sum.micro_batches(first);
                 if let Some(&other) = values.iter().find(|&&v| sum.micro_batches(v) != spans) {

@@ -1,6 +1,8 @@
 //! Which program to run: the same input always gives the same plan. No I/O, no clock, no threads.
 
+pub mod baselines;
 pub mod bound;
+pub mod certificate;
 pub mod cost;
 pub mod infeasible;
 pub mod lower;

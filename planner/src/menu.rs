@@ -2,7 +2,7 @@
 
 use crate::memory::{boundary_bytes, scalar_bytes};
 use crate::objective::{Home, LayerSync, LayerTerms, Terms};
-use crate::prices::{Offer, Prices};
+use crate::prices::{Links, Offer, Prices};
 use crate::problem::Problem;
 use crate::space::Tuple;
 use dplan_ir::plan::Zero;
@@ -69,9 +69,9 @@ impl Menus {
         let crossing = sizes.iter().map(|s| distinct.partition_point(|d| d < s)).collect();
 
         let mesh = tuple.mesh();
-        let prices: &dyn Prices = prices;
-        let terms = Terms { prices, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 2.min(tuple.pp) };
-        let messages = (0..tuple.pp).map(|stage| distinct.iter().map(|&bytes| 2 * prices.message(&mesh, stage, bytes).0).collect()).collect();
+        let links: &dyn Links = prices;
+        let terms = Terms { links, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 2.min(tuple.pp) };
+        let messages = (0..tuple.pp).map(|stage| distinct.iter().map(|&bytes| 2 * links.message(&mesh, stage, bytes).0).collect()).collect();
         let mut choices = Vec::new();
         for (kind, offers) in problem.kinds.iter().zip(&offers) {
             let zeros: Vec<Zero> = kind.zero.iter().copied().filter(|z| z.0 == 0 || tuple.dp > 1).collect();

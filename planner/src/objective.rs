@@ -25,10 +25,11 @@
 //! `x ∥ y = max(x, y) + 20 % · min(x, y)`: traffic beside compute is never free. A layer hides its own traffic and no more, so terms add up whatever the
 //! neighbours do, and a stage is a bag of layers.
 //!
-//! A parameter tied over several layers is synchronised and updated once in a stage, and all-reduced over its stages if these are several.
+//! A parameter tied over several layers is synchronised and updated once in a stage. If its homes are on several stages, its gradient is summed over these
+//! when all passes are done, beside nothing (at ZeRO 0 the whole sum is done then).
 
 use crate::memory::{BucketSize, LayerBytes, StateTypes, bucket_elems, in_pieces, ring_bytes, state_bytes};
-use crate::prices::Prices;
+use crate::prices::Links;
 use crate::units::Nanos;
 use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::plan::{Clip, Zero};
@@ -61,7 +62,7 @@ pub fn total(stages: &[StageTime], micro_batches: u64, constant: u64) -> u64 {
 
 /// What all layers of a tuple share.
 pub struct Terms<'a> {
-    pub prices: &'a dyn Prices,
+    pub links: &'a dyn Links,
     /// `dp × tp`.
     pub mesh: &'a Mesh,
     pub types: StateTypes,
@@ -88,6 +89,8 @@ impl Home {
 /// What a layer adds to its stage: times and bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LayerTerms {
+    /// Of `time`: the forward pass.
+    pub forward: u64,
     /// Nanoseconds of each micro-batch.
     pub time: u64,
     /// Nanoseconds at the end of a step.
@@ -115,8 +118,10 @@ struct Sync {
     gather: u64,
     /// Reducing gradients over data-parallel ranks: scatter or all-reduce, by ZeRO stage.
     reduce: u64,
-    /// Reducing what the tensor-parallel axes left partial, after a scatter, and what other stages hold.
+    /// Reducing what the tensor-parallel axes left partial, after a scatter.
     rest: u64,
+    /// Summing a tied parameter over stages, once all passes are done.
+    late: u64,
     /// Adding a scattered piece to the gradients.
     add: u64,
     update: u64,
@@ -126,13 +131,25 @@ impl LayerSync {
     /// What a layer with these buckets adds, if its passes take so long.
     pub fn terms(&self, forward: Nanos, backward: Nanos) -> LayerTerms {
         let (f, b, every, once) = (forward.0, backward.0, &self.every, &self.once);
-        let (time, end) = match self.zero.0 {
-            0 => (f + b, beside(b, once.reduce + once.rest) - b + once.update),
-            1 => (f + b, beside(b, once.reduce + once.rest) - b + beside(once.update, once.gather)),
-            2 => (f + beside(b, every.reduce) + every.add, once.rest + beside(once.update, once.gather)),
-            _ => (beside(f, every.gather) + beside(b, every.gather + every.reduce) + every.add, once.rest + once.update),
+        let forward = if self.zero.0 == 3 { beside(f, every.gather) } else { f };
+        let backward = match self.zero.0 {
+            0 | 1 => b,
+            2 => beside(b, every.reduce) + every.add,
+            _ => beside(b, every.gather + every.reduce) + every.add,
         };
-        LayerTerms { time, end, states: self.states, ring: self.ring }
+        let end = match self.zero.0 {
+            0 => beside(b, once.reduce) - b + once.update,
+            1 => beside(b, once.reduce + once.rest) - b + beside(once.update, once.gather),
+            2 => once.rest + beside(once.update, once.gather),
+            _ => once.rest + once.update,
+        };
+        LayerTerms { forward, time: forward + backward, end: end + once.late, states: self.states, ring: self.ring }
+    }
+
+    /// Nanoseconds more if gradients wait for the end of the backward pass and parameters are sent to all ranks at the start of the step.
+    pub fn blocking(&self, backward: Nanos) -> u64 {
+        let hidden = backward.0 + self.once.reduce - beside(backward.0, self.once.reduce);
+        hidden + self.once.gather
     }
 
     /// Nanoseconds of the optimizer's own work.
@@ -164,22 +181,27 @@ impl Terms<'_> {
         let bytes = |role: Role| whole * self.types.dtype(role).size();
         let grads = bytes(Role::Grad);
         let kept = if zero.0 >= 1 { grads / dp } else { grads };
-        let over = |axes, pattern, bytes| self.prices.collective(self.mesh, axes, pattern, bytes).0;
-        let (reduce, mut rest) = if zero.0 == 0 {
-            (over(data.union(bucket.partial), Pattern::AllReduce, grads), 0)
-        } else {
-            (over(data, Pattern::ReduceScatter, grads), over(bucket.partial, Pattern::AllReduce, kept))
+        let over = |axes, pattern, bytes| self.links.collective(self.mesh, axes, pattern, bytes).0;
+        let apart = bucket.tied && home == Home::Apart;
+        let over_stages = |axes, bytes| if apart { self.links.across_stages(self.mesh, axes, self.homes, bytes).0 } else { 0 };
+        // Without pieces, one all-reduce sums over everything that is pending.
+        let pending = data.union(bucket.partial);
+        let (reduce, rest, late) = match zero.0 {
+            0 if apart => (0, 0, over_stages(pending, grads)),
+            0 => (over(pending, Pattern::AllReduce, grads), 0, 0),
+            _ => {
+                let rest = over(bucket.partial, Pattern::AllReduce, kept);
+                (over(data, Pattern::ReduceScatter, grads), rest, over_stages(AxisSet::EMPTY, kept))
+            }
         };
-        if bucket.tied && home == Home::Apart {
-            rest += self.prices.across_stages(self.mesh, AxisSet::EMPTY, self.homes, kept).0;
-        }
-        let (add, clear) = if zero.0 >= 2 { (self.prices.sweep(3 * kept).0, kept) } else { (0, grads) };
+        let (add, clear) = if zero.0 >= 2 { (self.links.sweep(3 * kept).0, kept) } else { (0, grads) };
         Sync {
             gather: sum.gather + over(data, Pattern::AllGather, bytes(Role::Param)),
             reduce: sum.reduce + reduce,
             rest: sum.rest + rest,
+            late: sum.late + late,
             add: sum.add + add,
-            update: sum.update + self.prices.sweep(self.update_bytes(bucket, zero) + clear).0,
+            update: sum.update + self.links.sweep(self.update_bytes(bucket, zero) + clear).0,
         }
     }
 
@@ -207,7 +229,7 @@ impl Terms<'_> {
 
     /// Time of the step's scalars: the loss, and the norm over all devices of all stages.
     pub fn constant(&self, stages: u64) -> u64 {
-        let all = || self.prices.across_stages(self.mesh, self.mesh.all(), stages, 8).0;
+        let all = || self.links.across_stages(self.mesh, self.mesh.all(), stages, 8).0;
         all() + if self.clip == Clip::GlobalNorm { all() } else { 0 }
     }
 }

@@ -86,7 +86,7 @@ pub struct Pins {
     pub pp: Allowed<u64>,
     pub micro_batch: Allowed<u64>,
     pub schedule: Allowed<Schedule>,
-    /// Whether tensor-parallel axes shard the layer boundaries (`sp`).
+    /// Whether tensor-parallel axes shard the sequences of layer boundaries, dim 1 (`sp`).
     pub boundary: Allowed<bool>,
     pub zero: PerLayer<Zero>,
     pub recompute: PerLayer<Recompute>,

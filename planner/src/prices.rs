@@ -1,6 +1,8 @@
 //! What the search asks of a model on a machine. Everything that knows ops, tensors or links is behind this trait; the search sees layers,
 //! their options, and times of transfers. Tests give it drawn prices.
 
+use crate::cost::comm;
+use crate::machine::Machine;
 use crate::options::LayerOption;
 use crate::units::{Bytes, Nanos};
 use dplan_ir::mesh::{AxisSet, Mesh};
@@ -28,8 +30,20 @@ pub struct Offer {
     pub tie: Option<Sharding>,
 }
 
+/// Times of transfers on a machine.
+pub trait Links {
+    /// Time of a collective on one stage; `bytes` is the larger of what a rank puts in and gets out.
+    fn collective(&self, mesh: &Mesh, axes: AxisSet, pattern: Pattern, bytes: u64) -> Nanos;
+    /// Time of an all-reduce over the same ranks of `stages` stages and `axes` of each.
+    fn across_stages(&self, mesh: &Mesh, axes: AxisSet, stages: u64, bytes: u64) -> Nanos;
+    /// Time of a message from each rank of `stage` to the same rank of the next.
+    fn message(&self, mesh: &Mesh, stage: u64, bytes: u64) -> Nanos;
+    /// Time to stream `bytes` through a device's memory.
+    fn sweep(&self, bytes: u64) -> Nanos;
+}
+
 /// A model on a machine.
-pub trait Prices {
+pub trait Prices: Links {
     /// The class of each layer: layers of a class have the same options.
     fn classes(&self) -> &[u32];
     /// Dims of a layer boundary that tensor-parallel axes may shard, for sequence parallelism and the like.
@@ -42,16 +56,24 @@ pub trait Prices {
     fn floor(&mut self, class: u32, tp: u64, micro_batch: u64) -> Nanos;
     /// Bytes on one rank of the value that a layer hands to the next.
     fn boundary_bytes(&mut self, layer: u32, shape: Shape) -> u64;
-    /// Time of a collective on one stage; `bytes` is the larger of what a rank puts in and gets out.
-    fn collective(&self, mesh: &Mesh, axes: AxisSet, pattern: Pattern, bytes: u64) -> Nanos;
-    /// Time of an all-reduce over the same ranks of `stages` stages and `axes` of each.
-    fn across_stages(&self, mesh: &Mesh, axes: AxisSet, stages: u64, bytes: u64) -> Nanos;
-    /// Time of a message from each rank of `stage` to the same rank of the next.
-    fn message(&self, mesh: &Mesh, stage: u64, bytes: u64) -> Nanos;
-    /// Time to stream `bytes` through a device's memory.
-    fn sweep(&self, bytes: u64) -> Nanos;
     /// What arena and context share on one device.
     fn device_memory(&self) -> Bytes;
     /// What is taken before the first tensor.
     fn context(&self) -> Bytes;
+}
+
+impl Links for Machine {
+    fn collective(&self, mesh: &Mesh, axes: AxisSet, pattern: Pattern, bytes: u64) -> Nanos {
+        comm::collective_time(self, mesh, axes, pattern, bytes)
+    }
+    fn across_stages(&self, mesh: &Mesh, axes: AxisSet, stages: u64, bytes: u64) -> Nanos {
+        comm::across_stages_time(self, mesh, axes, stages, Pattern::AllReduce, bytes)
+    }
+    fn message(&self, mesh: &Mesh, stage: u64, bytes: u64) -> Nanos {
+        comm::p2p_time(self, mesh, stage, bytes)
+    }
+    fn sweep(&self, bytes: u64) -> Nanos {
+        let device = &self.device;
+        device.launch + device.bandwidth_efficiency.of(device.bandwidth).time(u128::from(bytes))
+    }
 }

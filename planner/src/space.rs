@@ -47,7 +47,11 @@ pub fn tuples(prices: &dyn Prices, devices: u64, batch: u64, pins: &Pins) -> Vec
         let per_rank = batch / dp;
         let boundaries: Vec<Option<u32>> = std::iter::once(None)
             .chain(prices.boundary_dims(tp).into_iter().filter(|_| tp > 1).map(Some))
-            .filter(|b| pins.boundary.allows(&b.is_some()))
+            .filter(|b| match b {
+                None => pins.boundary.allows(&false),
+                Some(1) => pins.boundary.allows(&true),
+                Some(_) => !pins.boundary.is_pinned(),
+            })
             .collect();
         for micro_batch in divisors(per_rank).filter(|m| pins.micro_batch.allows(m)) {
             for schedule in Schedule::ALL.into_iter().filter(|s| pins.schedule.allows(s)) {

@@ -6,9 +6,12 @@ mod drawn;
 use dplan_ir::mesh::Mesh;
 use dplan_ir::plan::{Clip, Schedule, Zero};
 use dplan_ir::program::{Pattern, Role};
+use dplan_planner::baselines::baselines;
+use dplan_planner::certificate::check;
 use dplan_planner::infeasible;
 use dplan_planner::memory::{self, LayerBytes, StagePosition, StateTypes, arena};
-use dplan_planner::prices::{Offer, Prices, Shape};
+use dplan_planner::pins::Pins;
+use dplan_planner::prices::{Links, Offer, Prices, Shape};
 use dplan_planner::problem::Problem;
 use dplan_planner::search::{How, explore};
 use drawn::{Drawn, Instance, instance};
@@ -38,7 +41,7 @@ impl Setting<'_> {
     fn layer(&self, offer: &Offer, zero: u8, shared: bool, split: bool) -> (u64, u64) {
         let (f, b) = (offer.option.forward.0, offer.option.backward.0);
         let (mut gather, mut scatter, mut add) = (0, 0, 0);
-        let (mut reduce_end, mut rest_end, mut update, mut gather_end) = (0, 0, 0, 0);
+        let (mut reduce_end, mut rest_end, mut update, mut gather_end, mut late) = (0, 0, 0, 0, 0);
         let dp_axis = self.mesh.dp();
         for bucket in &offer.option.bytes.buckets {
             let whole = memory::bucket_elems(bucket.elems, self.dp);
@@ -55,14 +58,18 @@ impl Setting<'_> {
             if bucket.tied && shared {
                 continue;
             }
-            if zero == 0 {
+            let apart = bucket.tied && split;
+            let across = |axes, bytes| self.prices.across_stages(&self.mesh, axes, 2, bytes).0;
+            if zero == 0 && apart {
+                late += across(dp_axis.union(bucket.partial), grad);
+            } else if zero == 0 {
                 reduce_end += collective(dp_axis.union(bucket.partial), Pattern::AllReduce, grad);
             } else {
                 reduce_end += scattered;
                 rest_end += collective(bucket.partial, Pattern::AllReduce, piece * self.element(Role::Grad));
-            }
-            if bucket.tied && split {
-                rest_end += self.prices.across_stages(&self.mesh, Default::default(), 2, piece * self.element(Role::Grad)).0;
+                if apart {
+                    late += across(Default::default(), piece * self.element(Role::Grad));
+                }
             }
             gather_end += gathered;
             let mut bytes = if zero >= 2 { piece } else { whole } * self.element(Role::Grad);
@@ -73,12 +80,13 @@ impl Setting<'_> {
             }
             update += self.prices.sweep(bytes).0;
         }
-        match zero {
+        let (time, end) = match zero {
             0 => (f + b, overlapped(b, reduce_end + rest_end) - b + update),
             1 => (f + b, overlapped(b, reduce_end + rest_end) - b + overlapped(update, gather_end)),
             2 => (f + overlapped(b, scatter) + add, rest_end + overlapped(update, gather_end)),
             _ => (overlapped(f, gather) + overlapped(b, gather + scatter) + add, rest_end + update),
-        }
+        };
+        (time, end + late)
     }
 }
 
@@ -259,4 +267,47 @@ fn more_memory_is_never_worse_and_the_same_question_has_the_same_answer() {
             before = objective;
         }
     }
+}
+
+#[test]
+fn the_certificate_is_checked_by_other_code_and_damage_is_found() {
+    let (mut recomputed, mut damaged) = (0, 0);
+    for seed in 0..60 {
+        let Instance { mut prices, problem } = instance(seed, 6, 3);
+        let outcome = explore(&problem, &mut prices, &|| false);
+        let Some(best) = outcome.best else { continue };
+        let objective = best.solution.objective;
+        let checked = check(&problem, &mut prices, objective, &outcome.closed);
+        let checked = checked.unwrap_or_else(|faults| panic!("seed {seed}: {faults:?}"));
+        assert_eq!(checked.recomputed + checked.trusted, outcome.statistics.space);
+        recomputed += checked.recomputed;
+        // A better plan is claimed, a tuple is left out, and each tuple in turn is closed with what is just enough.
+        assert!(check(&problem, &mut prices, objective - 1, &outcome.closed).is_err(), "seed {seed}");
+        assert!(check(&problem, &mut prices, objective, &outcome.closed[1..]).is_err(), "seed {seed}");
+        for at in 0..outcome.closed.len().min(12) {
+            let mut closed = outcome.closed.clone();
+            let honest = matches!(closed[at].how, How::Floor(_));
+            closed[at].how = How::Floor(objective);
+            let caught = check(&problem, &mut prices, objective, &closed).is_err();
+            assert!(caught || honest, "seed {seed}: {:?}", outcome.closed[at]);
+            damaged += usize::from(caught);
+        }
+    }
+    assert!(recomputed > 200 && damaged > 200, "{recomputed} recomputed, {damaged} damaged");
+}
+
+#[test]
+fn no_textbook_plan_is_better() {
+    let mut priced = 0;
+    for seed in 0..150 {
+        let Instance { mut prices, problem } = instance(seed, 5, 3);
+        let problem = Problem::new(&prices, problem.devices, problem.batch, problem.types, problem.clip, Pins::default(), None);
+        let best = explore(&problem, &mut prices, &|| false).best.map(|b| b.solution.objective);
+        for baseline in baselines(&problem, &mut prices, 8, &|| false) {
+            let Some(step) = baseline.step else { continue };
+            assert!(best.is_some_and(|b| b <= step.0), "seed {seed}: {best:?} against {baseline:?}");
+            priced += 1;
+        }
+    }
+    assert!(priced > 200, "{priced}");
 }

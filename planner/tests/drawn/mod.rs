@@ -9,7 +9,7 @@ use dplan_ir::sharding::Sharding;
 use dplan_planner::memory::{BucketSize, LayerBytes, StateTypes};
 use dplan_planner::options::LayerOption;
 use dplan_planner::pins::Pins;
-use dplan_planner::prices::{Offer, Prices, Shape};
+use dplan_planner::prices::{Links, Offer, Prices, Shape};
 use dplan_planner::problem::Problem;
 use dplan_planner::units::{Bytes, Nanos};
 use std::collections::BTreeMap;
@@ -76,6 +76,24 @@ pub fn instance(seed: u64, most_layers: u64, most_offers: u64) -> Instance {
     Instance { prices, problem }
 }
 
+impl Links for Drawn {
+    fn collective(&self, mesh: &Mesh, axes: AxisSet, pattern: Pattern, bytes: u64) -> Nanos {
+        let ranks = mesh.size(axes);
+        let times = if pattern == Pattern::AllReduce { 2 } else { 1 };
+        if ranks == 1 { Nanos(0) } else { Nanos(times * (self.latency + bytes * (ranks - 1) / ranks / 100)) }
+    }
+    fn across_stages(&self, mesh: &Mesh, axes: AxisSet, stages: u64, bytes: u64) -> Nanos {
+        let ranks = mesh.size(axes) * stages;
+        if ranks == 1 { Nanos(0) } else { Nanos(2 * self.latency + bytes / 50) }
+    }
+    fn message(&self, _: &Mesh, stage: u64, bytes: u64) -> Nanos {
+        Nanos(self.latency + (1 + stage % 2) * bytes / 100)
+    }
+    fn sweep(&self, bytes: u64) -> Nanos {
+        Nanos(bytes / 300)
+    }
+}
+
 impl Prices for Drawn {
     fn classes(&self) -> &[u32] {
         &self.classes
@@ -104,21 +122,6 @@ impl Prices for Drawn {
     }
     fn boundary_bytes(&mut self, layer: u32, shape: Shape) -> u64 {
         (200 + 100 * (u64::from(layer) % 2)) * shape.micro_batch
-    }
-    fn collective(&self, mesh: &Mesh, axes: AxisSet, pattern: Pattern, bytes: u64) -> Nanos {
-        let ranks = mesh.size(axes);
-        let times = if pattern == Pattern::AllReduce { 2 } else { 1 };
-        if ranks == 1 { Nanos(0) } else { Nanos(times * (self.latency + bytes * (ranks - 1) / ranks / 100)) }
-    }
-    fn across_stages(&self, mesh: &Mesh, axes: AxisSet, stages: u64, bytes: u64) -> Nanos {
-        let ranks = mesh.size(axes) * stages;
-        if ranks == 1 { Nanos(0) } else { Nanos(2 * self.latency + bytes / 50) }
-    }
-    fn message(&self, _: &Mesh, stage: u64, bytes: u64) -> Nanos {
-        Nanos(self.latency + (1 + stage % 2) * bytes / 100)
-    }
-    fn sweep(&self, bytes: u64) -> Nanos {
-        Nanos(bytes / 300)
     }
     fn device_memory(&self) -> Bytes {
         Bytes(self.memory)

@@ -1,0 +1,95 @@
+//! Textbook plans, priced under the same model, each at the best of its own degrees, micro-batch and recompute: all of them are in the space that was searched, so
+//! none is better than the plan (pins of the request apart).
+
+use crate::menu::Menus;
+use crate::objective::{Home, Terms};
+use crate::pins::Pins;
+use crate::prices::Prices;
+use crate::problem::Problem;
+use crate::search::{Found, explore};
+use crate::space::divisors;
+use crate::units::Nanos;
+
+/// One row of the comparison.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Baseline {
+    pub name: &'static str,
+    /// Nothing if it does not fit, or cannot cover devices and batch.
+    pub step: Option<Nanos>,
+    pub fits: bool,
+    /// Trains on stale weights: printed, and does not count.
+    pub asynchronous: bool,
+}
+
+/// Widest tensor parallelism of Megatron-LM's published runs: one node.
+const MEGATRON_TP: u64 = 8;
+
+/// All baselines. `late` says that time is up; what was not finished then counts with the best it had.
+pub fn baselines(problem: &Problem, prices: &mut dyn Prices, per_node: u64, late: &dyn Fn() -> bool) -> Vec<Baseline> {
+    let mut best = |texts: &[String]| -> Option<Found> {
+        let mut best: Option<Found> = None;
+        // Textbook systems recompute everywhere or nowhere.
+        for (text, recompute) in texts.iter().flat_map(|t| ["none", "full"].map(|r| (t, r))) {
+            let Ok(pins) = Pins::parse(&format!("{text},recompute={recompute}")) else { continue };
+            let limit = Some(problem.budget + prices.context().0);
+            let narrowed = Problem::new(prices, problem.devices, problem.batch, problem.types, problem.clip, pins, limit);
+            if let Some(found) = explore(&narrowed, prices, late).best
+                && best.as_ref().is_none_or(|b| found.solution.objective < b.solution.objective)
+            {
+                best = Some(found);
+            }
+        }
+        best
+    };
+    let data = |zero: u8| vec![format!("tp=1,pp=1,zero={zero}")];
+    let stages: Vec<String> = divisors(problem.devices).filter(|&p| p > 1).map(|p| p.to_string()).collect();
+    let pipeline = if stages.is_empty() { vec![] } else { vec![format!("tp=1,zero=0,schedule=gpipe,pp={}", stages.join("+"))] };
+    let widths: Vec<String> = divisors(problem.devices).filter(|&t| t <= MEGATRON_TP.min(per_node)).map(|t| t.to_string()).collect();
+    let megatron: Vec<String> = [0, 1].map(|zero| format!("tp={},zero={zero},schedule=1f1b", widths.join("+"))).into();
+
+    let ddp = best(&data(0));
+    let mut rows = vec![
+        ("DDP", ddp.as_ref().map(|f| f.solution.objective)),
+        ("ZeRO-1", best(&data(1)).map(|f| f.solution.objective)),
+        ("ZeRO-2", best(&data(2)).map(|f| f.solution.objective)),
+        ("ZeRO-3", best(&data(3)).map(|f| f.solution.objective)),
+        ("GPipe", best(&pipeline).map(|f| f.solution.objective)),
+        ("Megatron 3-D", best(&megatron).map(|f| f.solution.objective)),
+    ];
+    // Fully sharded data parallelism is ZeRO-3 under another name.
+    rows.insert(1, ("FSDP", rows[3].1));
+    rows.insert(0, ("DataParallel", ddp.map(|f| f.solution.objective + blocking(problem, prices, &f))));
+    let row = |(name, step): (&'static str, Option<u64>)| Baseline { name, step: step.map(Nanos), fits: step.is_some(), asynchronous: false };
+    rows.into_iter().map(row).collect()
+}
+
+/// What a plan takes longer if gradients are reduced after the backward pass and parameters are sent out from one rank in every step.
+fn blocking(problem: &Problem, prices: &dyn Prices, found: &Found) -> u64 {
+    let Menus { tuple, choices, offers, tied, .. } = &found.menus;
+    let mesh = tuple.mesh();
+    let terms = Terms { links: prices, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 1 };
+    let mut seen = false;
+    let mut sum = 0;
+    // The kinds are those of the narrowed problem, whose layers come in the same order.
+    for (kind, &choice) in kinds_of(problem).into_iter().zip(&found.solution.choices) {
+        let home = if tied[kind] && seen { Home::Repeated } else { Home::Together };
+        seen |= tied[kind];
+        let choice = &choices[kind][choice as usize];
+        let option = &offers[kind][choice.offer as usize].option;
+        sum += terms.sync(&option.bytes, choice.zero, home).blocking(option.backward);
+    }
+    sum
+}
+
+/// Kinds of a problem without ranges in its pins: one for each class, in order of appearance.
+fn kinds_of(problem: &Problem) -> Vec<usize> {
+    let mut classes = Vec::new();
+    let kinds = problem.layers.iter().map(|&kind| {
+        let class = problem.kinds[kind].class;
+        classes.iter().position(|&c| c == class).unwrap_or_else(|| {
+            classes.push(class);
+            classes.len() - 1
+        })
+    });
+    kinds.collect()
+}

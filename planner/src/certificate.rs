@@ -1,0 +1,207 @@
+//! The proof, checked by other code: that the tuples that were closed are all there are, and that none that was closed by a bound could hold a better plan.
+//!
+//! The checker lists the space by trying all numbers instead of divisors, and bounds tuples again from prices alone, without menus or stages. Tuples that were
+//! solved exactly are counted as trusted: the tests compare that solver with plain enumeration.
+
+use crate::objective::{Home, Terms};
+use crate::prices::Prices;
+use crate::problem::Problem;
+use crate::search::{Closed, How};
+use crate::space::{MOST_TP, Tuple};
+use dplan_ir::plan::{Schedule, Zero};
+use dplan_ir::sharding::Sharding;
+use std::collections::BTreeSet;
+
+/// What the checker did.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Checked {
+    /// Tuples whose bound, impossibility or twin was found again.
+    pub recomputed: usize,
+    /// Tuples that the exact solver closed.
+    pub trusted: usize,
+}
+
+/// What is wrong with a certificate.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum Fault {
+    #[error("{0:?} is in the space and was not closed")]
+    Missing(Tuple),
+    #[error("{0:?} was closed and is not in the space, or twice")]
+    Foreign(Tuple),
+    #[error("{tuple:?} was closed with bound {claimed}, which does not reach {objective}")]
+    Low { tuple: Tuple, claimed: u64, objective: u64 },
+    #[error("{tuple:?} was closed with bound {claimed}, but only {found} can be shown, and {objective} is needed")]
+    Unfounded { tuple: Tuple, claimed: u64, found: u64, objective: u64 },
+    #[error("{tuple:?} holds a plan of {value}, better than {objective}")]
+    Better { tuple: Tuple, value: u64, objective: u64 },
+    #[error("{0:?} was called impossible, but all its layers can run")]
+    Possible(Tuple),
+    #[error("{0:?} was closed with a tuple that is not its twin")]
+    NoTwin(Tuple),
+    #[error("{0:?} was left open")]
+    Open(Tuple),
+    #[error("no tuple holds a plan of {0}")]
+    NoWitness(u64),
+}
+
+/// Checks that no plan of the space is better than `objective`.
+///
+/// # Errors
+/// Everything that is wrong.
+pub fn check(problem: &Problem, prices: &mut dyn Prices, objective: u64, closed: &[Closed]) -> Result<Checked, Vec<Fault>> {
+    let mut faults = Vec::new();
+    let mut missing = space(problem, prices);
+    let mut checked = Checked::default();
+    let mut witness = false;
+    for &Closed { tuple, how } in closed {
+        if !missing.remove(&tuple) {
+            faults.push(Fault::Foreign(tuple));
+            continue;
+        }
+        match how {
+            How::Best(value) if value < objective => faults.push(Fault::Better { tuple, value, objective }),
+            // Nothing below a worse incumbent says nothing about this objective, unless that incumbent was this tuple's own.
+            How::Nothing(incumbent) if incumbent < objective => faults.push(Fault::Better { tuple, value: incumbent, objective }),
+            How::Best(value) => {
+                witness |= value == objective;
+                checked.trusted += 1;
+            }
+            How::Nothing(_) => checked.trusted += 1,
+            How::Open(_) => faults.push(Fault::Open(tuple)),
+            How::Impossible if weights(problem, prices, &tuple).is_none() => checked.recomputed += 1,
+            How::Impossible => faults.push(Fault::Possible(tuple)),
+            How::Twin(at) => {
+                let wanted = Tuple { schedule: Schedule::OneFOneB, ..tuple };
+                if tuple.schedule == Schedule::GPipe && closed.get(at).is_some_and(|c| c.tuple == wanted) {
+                    checked.recomputed += 1;
+                } else {
+                    faults.push(Fault::NoTwin(tuple));
+                }
+            }
+            How::Floor(claimed) | How::Bound(claimed) if claimed < objective => faults.push(Fault::Low { tuple, claimed, objective }),
+            How::Floor(claimed) => {
+                let found = quickest(problem, prices, &tuple);
+                record(&mut checked, &mut faults, tuple, claimed, found, objective);
+            }
+            How::Bound(claimed) => {
+                let found = weights(problem, prices, &tuple).unwrap_or(u64::MAX);
+                record(&mut checked, &mut faults, tuple, claimed, found, objective);
+            }
+        }
+    }
+    faults.extend(missing.into_iter().map(Fault::Missing));
+    if !witness {
+        faults.push(Fault::NoWitness(objective));
+    }
+    if faults.is_empty() { Ok(checked) } else { Err(faults) }
+}
+
+fn record(checked: &mut Checked, faults: &mut Vec<Fault>, tuple: Tuple, claimed: u64, found: u64, objective: u64) {
+    if found >= objective {
+        checked.recomputed += 1;
+    } else {
+        faults.push(Fault::Unfounded { tuple, claimed, found, objective });
+    }
+}
+
+/// Every tuple of the space, by trying all numbers.
+fn space(problem: &Problem, prices: &dyn Prices) -> BTreeSet<Tuple> {
+    let (n, pins) = (problem.devices, &problem.pins);
+    let most_tp = if pins.tp.is_pinned() { n } else { n.min(MOST_TP) };
+    let mut all = BTreeSet::new();
+    for tp in (1..=most_tp).filter(|&tp| n % tp == 0 && pins.tp.allows(&tp)) {
+        let mut boundaries = vec![None];
+        if tp > 1 {
+            boundaries.extend(prices.boundary_dims(tp).into_iter().map(Some));
+        }
+        boundaries.retain(|b| pins.boundary.values().is_none_or(|v| v.iter().any(|&on| *b == on.then_some(1))));
+        for pp in (1..=problem.layers.len() as u64).filter(|&pp| n % (tp * pp) == 0 && pins.pp.allows(&pp)) {
+            let dp = n / (tp * pp);
+            if !pins.dp.allows(&dp) {
+                continue;
+            }
+            for micro_batch in (1..=problem.batch / dp).filter(|&b| problem.batch % (dp * b) == 0 && pins.micro_batch.allows(&b)) {
+                let micro_batches = problem.batch / dp / micro_batch;
+                for schedule in Schedule::ALL.into_iter().filter(|s| pins.schedule.allows(s)) {
+                    for &boundary in &boundaries {
+                        for padding in 0..prices.paddings(tp) {
+                            all.insert(Tuple { pp, tp, dp, micro_batch, micro_batches, schedule, boundary, padding });
+                        }
+                    }
+                }
+            }
+        }
+    }
+    all
+}
+
+/// The least that the floors of all layers allow.
+fn quickest(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple) -> u64 {
+    let mut sum: u128 = 0;
+    for &kind in &problem.layers {
+        sum += u128::from(prices.floor(problem.kinds[kind].class, tuple.tp, tuple.micro_batch).0);
+    }
+    // The mean stage repeats for every micro-batch but the first.
+    let repeats = u128::from(tuple.micro_batches - 1);
+    u64::try_from(sum + (repeats * sum).div_ceil(u128::from(tuple.pp))).unwrap_or(u64::MAX)
+}
+
+/// The least objective that the priced layers allow; nothing if some layer cannot run.
+fn weights(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple) -> Option<u64> {
+    let shape = tuple.shape();
+    let mesh = tuple.mesh();
+    let (p, m) = (tuple.pp, tuple.micro_batches);
+    // Ways of each kind: (time, least end, what the tied parameter is like).
+    type Way = (u64, u64, Option<(Sharding, Zero)>);
+    let mut kinds: Vec<Vec<Way>> = Vec::new();
+    for kind in &problem.kinds {
+        let offers = prices.offers(kind.class, shape);
+        let terms = Terms { links: &*prices, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 2.min(p) };
+        let mut ways = Vec::new();
+        for offer in offers.iter().filter(|o| kind.recompute.contains(&o.option.recompute)) {
+            for &zero in kind.zero.iter().filter(|z| tuple.dp > 1 || z.0 == 0) {
+                let at = Home::ALL.map(|home| terms.sync(&offer.option.bytes, zero, home).terms(offer.option.forward, offer.option.backward));
+                let end = at.iter().map(|t| t.end).min().unwrap_or(0);
+                ways.push((at[0].time, end, offer.tie.clone().map(|sharding| (sharding, zero))));
+            }
+        }
+        kinds.push(ways);
+    }
+    let layers = problem.layers.len() as u32;
+    let crossing: Vec<u64> = (0..layers.saturating_sub(1)).map(|l| prices.boundary_bytes(l, shape)).collect();
+    let message = |s: u64| crossing.iter().map(|&bytes| 2 * prices.message(&mesh, s, bytes).0).min().unwrap_or(0);
+    let messages: u64 = (0..p.saturating_sub(1)).map(message).sum();
+    let terms = Terms { links: &*prices, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 2.min(p) };
+    let constant = terms.constant(p);
+
+    let mut ties: Vec<Option<(Sharding, Zero)>> = kinds.iter().flatten().map(|w| w.2.clone()).filter(Option::is_some).collect();
+    ties.sort();
+    ties.dedup();
+    if ties.is_empty() {
+        ties.push(None);
+    }
+    let mut best: Option<u128> = None;
+    for tie in ties {
+        let ways = |kind: usize| kinds[kind].iter().filter(|w| w.2.is_none() || w.2 == tie);
+        if (0..kinds.len()).any(|k| ways(k).next().is_none()) {
+            continue;
+        }
+        let least = |of: &dyn Fn(&Way) -> u128| (0..kinds.len()).map(|k| ways(k).map(of).min().unwrap_or(0)).collect::<Vec<u128>>();
+        let sum = |of: &[u128]| problem.layers.iter().map(|&k| of[k]).sum::<u128>();
+        let (p, m) = (u128::from(p), u128::from(m));
+        // The slowest stage and the longest end are at least the mean ones, of one choice for both.
+        let mean = sum(&least(&|w| (p + m - 1) * u128::from(w.0) + u128::from(w.1))) + (p + m - 1) * u128::from(messages);
+        // Or each by itself, where the slowest stage also holds its share of the layers of a kind, rounded up.
+        let (time, end) = (least(&|w| u128::from(w.0)), least(&|w| u128::from(w.1)));
+        let total = sum(&time) + u128::from(messages);
+        let mut slowest = total.div_ceil(p);
+        for kind in 0..kinds.len() {
+            let count = problem.layers.iter().filter(|&&k| k == kind).count() as u128;
+            slowest = slowest.max(count.div_ceil(p) * time[kind]);
+        }
+        let longest = problem.layers.iter().map(|&k| end[k]).max().unwrap_or(0).max(sum(&end).div_ceil(p));
+        let bound = mean.div_ceil(p).max(total + (m - 1) * slowest + longest);
+        best = Some(best.map_or(bound, |b| b.min(bound)));
+    }
+    best.map(|b| u64::try_from(b + u128::from(constant)).unwrap_or(u64::MAX))
+}

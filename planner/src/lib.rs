@@ -20,4 +20,5 @@ pub mod simulate;
 pub mod space;
 pub mod stage;
 pub mod stages;
+pub mod strategy;
 pub mod units;

@@ -1,0 +1,95 @@
+//! The strategies of an op: which tensor-parallel axes split which of its factors.
+//!
+//! For mesh axes `A = a₀ a₁ …` a strategy is one of
+//! - all of `A` on one factor;
+//! - where the factor's size only divides by a leading part `a₀ … aᵢ` of `A` (two key/value heads over four ranks): that part on the factor, and the rest on
+//!   another factor that it divides, or on none;
+//! - nothing: every rank computes the same.
+//!
+//! A factor that the rule calls `Whole` is never split, and sizes are the padded ones, which only grow where padding is harmless: so every strategy is
+//! legal. The order is that of the rule's factors, nothing first, and no strategy comes twice.
+
+use crate::padding::prefixes;
+use dplan_ir::entity::DimId;
+use dplan_ir::graph::{Graph, Node};
+use dplan_ir::mesh::{AxisSet, Mesh};
+use dplan_ir::rule::{Assignment, Label, Rule, Split, rule};
+use dplan_ir::sharding::Padded;
+
+/// The factor rule of a node.
+pub fn node_rule(graph: &Graph, node: &Node) -> Rule {
+    let ranks = |values: &[_]| values.iter().map(|&v| graph.values[v].ty.dims.len()).collect::<Vec<_>>();
+    rule(&node.op, &ranks(&node.inputs), &ranks(&node.outputs))
+}
+
+/// Every strategy of a forward node.
+pub fn strategies(graph: &Graph, node: &Node, mesh: &Mesh, padded: &Padded) -> Vec<Assignment> {
+    let rule = node_rule(graph, node);
+    let prefixes = prefixes(mesh);
+    let mut all = vec![Assignment::default()];
+    let Some(&every) = prefixes.last() else {
+        return all;
+    };
+    let factors: Vec<(Label, u64)> =
+        rule.factors.iter().filter(|f| f.split != Split::Whole).filter_map(|f| Some((f.label, padded.size(dim_of(graph, node, &rule, f.label)?)))).collect();
+    let divides = |size: u64, axes: AxisSet| size % mesh.size(axes) == 0;
+    for &(label, size) in &factors {
+        let Some(&most) = prefixes.iter().rev().find(|&&p| divides(size, p)) else {
+            continue;
+        };
+        let mut one = Assignment::default();
+        one.assign(label, most);
+        all.push(one.clone());
+        let rest = every.minus(most);
+        for &(other, size) in factors.iter().filter(|&&(l, s)| l != label && !rest.is_empty() && divides(s, rest)) {
+            debug_assert!(size > 0);
+            let mut two = one.clone();
+            two.assign(other, rest);
+            all.push(two);
+        }
+    }
+    all
+}
+
+/// The dim that a letter stands for in a node.
+fn dim_of(graph: &Graph, node: &Node, rule: &Rule, label: Label) -> Option<DimId> {
+    let letters = rule.ins.iter().chain(rule.outs.iter().map(|(l, _)| l));
+    letters
+        .zip(node.inputs.iter().chain(&node.outputs))
+        .find_map(|(labels, &value)| labels.iter().position(|&l| l == label).map(|at| graph.values[value].ty.dims[at]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use dplan_ir::build::Builder;
+    use dplan_ir::dtype::DType;
+    use dplan_ir::entity::NodeId;
+    use dplan_ir::graph::Init;
+    use dplan_ir::op::{Op, Spec};
+
+    /// Strategies of a query projection with the given key/value heads and queries per head, spelled `g:01 r:2`.
+    fn spelled(heads: u64, queries: u64, tp: u64) -> Vec<String> {
+        let mut b = Builder::new("t");
+        let [batch, seq, h, g, r, d] = [("b", 1), ("s", 3), ("h", 5), ("g", heads), ("r", queries), ("d", 7)].map(|(n, s)| b.dim(n, s));
+        let x = b.input("x", DType::F32, &[batch, seq, h]);
+        let w = b.param("w", DType::F32, &[g, r, d, h], Init::Zeros, vec![]);
+        let spec = Spec { left: "bsh".into(), right: "grdh".into(), out: "bsgrd".into() };
+        b.op("q", Op::Einsum(spec), &[x, w]).unwrap();
+        let sizes = Padded(b.graph.dims.map(|_, d| d.size));
+        let spell = |a: &Assignment| {
+            let part = |&(l, axes): &(Label, AxisSet)| format!("{l}:{}", axes.iter().map(|a| (a.0 - 1).to_string()).collect::<String>());
+            a.0.iter().map(part).collect::<Vec<_>>().join(" ")
+        };
+        strategies(&b.graph, &b.graph.nodes[NodeId(0)], &Mesh::new(1, tp), &sizes).iter().map(spell).collect()
+    }
+
+    #[test]
+    fn one_factor_takes_all_axes_or_its_divisor_leaves_the_rest_to_another() {
+        assert_eq!(spelled(8, 4, 1), [""]);
+        assert_eq!(spelled(8, 4, 4), ["", "g:01", "r:01"]);
+        assert_eq!(spelled(2, 4, 4), ["", "g:0", "g:0 r:1", "r:01"]);
+        assert_eq!(spelled(2, 2, 4), ["", "g:0", "g:0 r:1", "r:0", "g:1 r:0"]);
+        assert_eq!(spelled(3, 1, 2), [""]);
+    }
+}

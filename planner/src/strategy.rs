@@ -11,16 +11,11 @@
 
 use crate::padding::prefixes;
 use dplan_ir::entity::DimId;
+use dplan_ir::extent::node_rule;
 use dplan_ir::graph::{Graph, Node};
 use dplan_ir::mesh::{AxisSet, Mesh};
-use dplan_ir::rule::{Assignment, Label, Rule, Split, rule};
+use dplan_ir::rule::{Assignment, Label, Rule, Split};
 use dplan_ir::sharding::Padded;
-
-/// The factor rule of a node.
-pub fn node_rule(graph: &Graph, node: &Node) -> Rule {
-    let ranks = |values: &[_]| values.iter().map(|&v| graph.values[v].ty.dims.len()).collect::<Vec<_>>();
-    rule(&node.op, &ranks(&node.inputs), &ranks(&node.outputs))
-}
 
 /// Every strategy of a forward node.
 pub fn strategies(graph: &Graph, node: &Node, mesh: &Mesh, padded: &Padded) -> Vec<Assignment> {
@@ -30,8 +25,12 @@ pub fn strategies(graph: &Graph, node: &Node, mesh: &Mesh, padded: &Padded) -> V
     let Some(&every) = prefixes.last() else {
         return all;
     };
-    let factors: Vec<(Label, u64)> =
-        rule.factors.iter().filter(|f| f.split != Split::Whole).filter_map(|f| Some((f.label, padded.size(dim_of(graph, node, &rule, f.label)?)))).collect();
+    let factors: Vec<(Label, u64)> = rule
+        .factors
+        .iter()
+        .filter(|f| f.split != Split::Whole)
+        .filter_map(|f| Some((f.label, padded.size(dim_of(graph, node, &rule, f.label)?))))
+        .collect();
     let divides = |size: u64, axes: AxisSet| size % mesh.size(axes) == 0;
     for &(label, size) in &factors {
         let Some(&most) = prefixes.iter().rev().find(|&&p| divides(size, p)) else {

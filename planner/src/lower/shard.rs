@@ -70,18 +70,18 @@ impl<'a> Sharder<'a> {
     pub fn homes(&self, param: ParamId) -> &[u32] {
         &self.homes[param]
     }
-    pub(super) fn forward(&self, layer: u32) -> impl Iterator<Item = (NodeId, &'a Node)> + use<'a> {
+    pub(crate) fn forward(&self, layer: u32) -> impl Iterator<Item = (NodeId, &'a Node)> + use<'a> {
         self.nodes(self.spans[layer as usize][0].clone())
     }
-    pub(super) fn backward(&self, layer: u32) -> impl Iterator<Item = (NodeId, &'a Node)> + use<'a> {
+    pub(crate) fn backward(&self, layer: u32) -> impl Iterator<Item = (NodeId, &'a Node)> + use<'a> {
         self.nodes(self.spans[layer as usize][1].clone())
     }
     /// Place of a forward node in its layer's strategy.
-    pub(super) fn strategy_index(&self, node: NodeId) -> usize {
+    pub(crate) fn strategy_index(&self, node: NodeId) -> usize {
         let layer = self.graph.nodes[node].layer;
         (node.0 - self.spans[layer as usize][0].start) as usize
     }
-    pub(super) fn sum_of(&self, node: NodeId) -> Option<ValueId> {
+    pub(crate) fn sum_of(&self, node: NodeId) -> Option<ValueId> {
         self.sums[node]
     }
     fn nodes(&self, span: Range<u32>) -> impl Iterator<Item = (NodeId, &'a Node)> + use<'a> {

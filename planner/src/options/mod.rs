@@ -3,16 +3,31 @@
 //! A [`Pricing`] fixes everything that layers share (machine, tensor-parallel mesh, micro-batch, boundary, padding); nothing here depends on data
 //! parallelism, pipeline stages or schedule. Under it every layer is priced alone: what crosses to the next layer has one sharding everywhere.
 
+mod blueprint;
+mod form;
+mod labels;
+mod net;
+mod price;
+#[cfg(test)]
+mod tests;
+
+pub use blueprint::Blueprint;
+
+use crate::lower::LowerError;
 use crate::machine::Machine;
 use crate::memory::{BucketSize, LayerBytes};
 use crate::padding;
+use crate::prices::Offer;
 use crate::units::Nanos;
-use dplan_ir::entity::DimId;
+use dplan_ir::entity::{DimId, ParamId, ValueId};
 use dplan_ir::graph::Graph;
-use dplan_ir::mesh::Mesh;
+use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::plan::{Gathered, LayerPlan, Recompute, Zero};
 use dplan_ir::rule::Assignment;
-use dplan_ir::sharding::Padded;
+use dplan_ir::sharding::{Padded, Sharding, local_type};
+use form::{BACKWARD, FORWARD, FRAME, Measure, VARIANTS as COUNT, WORKSPACE};
+use labels::Path;
+use net::{Keep, Net};
 
 /// What all layers of a plan share, as far as it decides what one micro-batch costs on one rank.
 #[derive(Clone, Debug)]
@@ -47,6 +62,20 @@ impl<'a> Pricing<'a> {
     pub fn size(&self, dim: DimId) -> u64 {
         self.padded.size(dim)
     }
+
+    /// How a value crosses from a layer to the next; nothing if it has no such dim, or one that does not divide.
+    pub fn boundary_sharding(&self, value: ValueId) -> Option<Sharding> {
+        let dims = &self.graph.values[value].ty.dims;
+        let mut sharding = Sharding::replicated(dims.len());
+        if let Some(at) = self.boundary {
+            let &dim = dims.get(at as usize)?;
+            if self.size(dim) % self.mesh.size(self.mesh.tp()) != 0 {
+                return None;
+            }
+            sharding.dims[at as usize] = self.mesh.tp();
+        }
+        Some(sharding)
+    }
 }
 
 /// One way of running a layer, and what it costs for one micro-batch on one rank.
@@ -60,6 +89,76 @@ pub struct LayerOption {
     /// The same of the backward pass, recomputation included.
     pub backward: Nanos,
     pub bytes: LayerBytes,
+}
+
+/// Ways of keeping what the backward pass reads.
+const VARIANTS: [(Recompute, Gathered); COUNT] =
+    [(Recompute::None, Gathered::Keep), (Recompute::None, Gathered::Again), (Recompute::Full, Gathered::Keep)];
+
+/// The options of a layer that no other covers in forward and backward time, parameter elements (all, and those with gradients partial over tensor-parallel
+/// axes), frame and workspace bytes; quickest first. Of options that are alike in all of them the first in the order of strategies stands. Options that
+/// store a tied parameter differently do not cover each other. Empty if the layer's border cannot be sharded as the pricing says.
+///
+/// # Errors
+/// If the graph cannot be lowered.
+pub fn options(pricing: &Pricing<'_>, layer: u32) -> Result<Vec<LayerOption>, LowerError> {
+    Ok(Blueprint::new(pricing.graph, layer)?.offers(pricing).into_iter().map(|offer| offer.option).collect())
+}
+
+impl Blueprint {
+    /// The [`options`] of the layer, each with the sharding of the tied parameter. `pricing` must be of the blueprint's graph.
+    pub fn offers(&self, pricing: &Pricing<'_>) -> Vec<Offer> {
+        let Some(mut net) = Net::new(pricing, self) else {
+            return Vec::new();
+        };
+        let stages = net.stages(Keep::Undominated);
+        let mut all: Vec<(u32, Measure, usize, Path)> = Vec::new();
+        for variant in 0..COUNT {
+            let found = labels::pareto(&stages, variant, |cost| net.rates.measure(cost));
+            all.extend(found.into_iter().map(|(sink, measure, path)| (sink, measure, variant, path)));
+        }
+        // What covers comes before what it covers.
+        all.sort_unstable();
+        let mut kept: Vec<(u32, Measure, usize, Path)> = Vec::new();
+        for option in all {
+            if !kept.iter().any(|k| k.0 == option.0 && k.1.covers(&option.1)) {
+                kept.push(option);
+            }
+        }
+        kept.sort_by_key(|k| k.1);
+        kept.into_iter().filter_map(|(_, _, variant, path)| self.offer(pricing, &mut net, variant, &path)).collect()
+    }
+
+    fn offer(&self, pricing: &Pricing<'_>, net: &mut Net<'_>, variant: usize, path: &Path) -> Option<Offer> {
+        let (costs, stored) = net.walk(path)?;
+        let cost = costs[variant];
+        let tied = |param: ParamId| self.is_tied(param);
+        let (recompute, gathered) = VARIANTS[variant];
+        let option = LayerOption {
+            strategy: net.strategy(path),
+            recompute,
+            gathered,
+            forward: Nanos(cost.0[FORWARD]),
+            backward: Nanos(cost.0[BACKWARD]),
+            bytes: LayerBytes { buckets: buckets(pricing, &stored, tied), frame: cost.0[FRAME], workspace: cost.0[WORKSPACE] },
+        };
+        Some(Offer { option, tie: stored.iter().find(|(param, ..)| tied(*param)).map(|(_, sharding, _)| sharding.clone()) })
+    }
+}
+
+/// Parameters sharded over the same axes, whose gradients wait for the same axes, share a bucket; a tied one stays alone.
+fn buckets(pricing: &Pricing<'_>, stored: &[(ParamId, Sharding, AxisSet)], tied: impl Fn(ParamId) -> bool) -> Vec<BucketSize> {
+    let mut found: Vec<(AxisSet, BucketSize)> = Vec::new();
+    for (param, sharding, partial) in stored {
+        let ty = &pricing.graph.values[pricing.graph.params[*param].value].ty;
+        let elems = local_type(ty, sharding, &pricing.padded, &pricing.mesh).elems();
+        let (axes, tied) = (sharding.sharded(), tied(*param));
+        match found.iter_mut().find(|(a, b)| !b.tied && !tied && (*a, b.partial) == (axes, *partial)) {
+            Some((_, bucket)) => bucket.elems += elems,
+            None => found.push((axes, BucketSize { elems, partial: *partial, tied })),
+        }
+    }
+    found.into_iter().map(|(_, bucket)| bucket).collect()
 }
 
 impl LayerOption {

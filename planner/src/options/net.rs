@@ -1,0 +1,412 @@
+//! A layer's decisions as a layered network: a node is everything that later decisions can see of earlier ones, an arc is a strategy of the next op, and a
+//! path from the source to a sink is a strategy of the layer, whose costs are the sum of its arcs'.
+
+use super::Pricing;
+use super::blueprint::{Blueprint, Kind, Op, Port, Step};
+use super::form::{
+    BACKWARD, Cost, Costs, FORWARD, MOST_SHARDINGS, RECOMPUTE, Rates, SlotState, UNKNOWN, VARIANTS, WORKSPACE, common, push_term, settle,
+};
+use crate::strategy::strategies;
+use dplan_ir::cost::workspace_bytes;
+use dplan_ir::entity::{ParamId, ValueId};
+use dplan_ir::mesh::AxisSet;
+use dplan_ir::op::Op as GraphOp;
+use dplan_ir::program::align;
+use dplan_ir::rule::Assignment;
+use dplan_ir::sharding::{LocalType, Sharding};
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
+
+/// What a strategy of an op tells one slot. Shardings are numbers in the slot's list.
+#[derive(Clone, Copy, Debug)]
+enum Event {
+    Made {
+        slot: usize,
+        sharding: u8,
+    },
+    Read {
+        slot: usize,
+        sharding: u8,
+        reader: Reader,
+    },
+    /// A parameter is used: all its uses in the layer must agree.
+    Stored {
+        slot: usize,
+        sharding: u8,
+    },
+    /// A term of a parameter's gradient is made.
+    Term {
+        slot: usize,
+        sharding: u8,
+        alone: bool,
+    },
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Reader {
+    Forward { again: bool },
+    Backward,
+}
+
+/// A strategy of one op.
+#[derive(Clone, Debug)]
+pub(super) struct Choice {
+    pub assignment: Assignment,
+    events: Vec<Event>,
+    /// Of the op and its derivatives alone.
+    costs: Costs,
+}
+
+/// Shardings and states seen so far of one slot.
+#[derive(Clone, Default)]
+struct Seen {
+    shardings: Vec<Sharding>,
+    ids: HashMap<SlotState, u32, Fast>,
+    states: Vec<SlotState>,
+    /// What each state costs when the slot closes; nothing if it is impossible.
+    closed: Vec<Option<Option<Costs>>>,
+    boundary: Option<u8>,
+}
+
+impl Seen {
+    fn sharding(&mut self, sharding: &Sharding) -> Option<u8> {
+        let at = self.shardings.iter().position(|s| s == sharding).unwrap_or_else(|| {
+            self.shardings.push(sharding.clone());
+            self.shardings.len() - 1
+        });
+        (at < MOST_SHARDINGS).then_some(at as u8)
+    }
+    fn state(&mut self, state: SlotState) -> u32 {
+        *self.ids.entry(state).or_insert_with(|| {
+            self.states.push(state);
+            self.closed.push(None);
+            self.states.len() as u32 - 1
+        })
+    }
+}
+
+/// One way on from a node: a strategy of the step's op.
+#[derive(Clone, Debug)]
+pub(super) struct Outcome {
+    pub choice: u16,
+    pub costs: Costs,
+    /// States of the step's slots that stay open.
+    next: Vec<u32>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Arc {
+    pub from: u32,
+    pub to: u32,
+    /// In the stage's outcomes.
+    pub outcome: u32,
+}
+
+/// The arcs of one step, ordered by `from`.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Stage {
+    pub nodes: usize,
+    pub outcomes: Vec<Outcome>,
+    pub arcs: Vec<Arc>,
+}
+
+/// Whether arcs that another arc between the same nodes covers are left out.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Keep {
+    All,
+    Undominated,
+}
+
+pub(super) struct Net<'p> {
+    pricing: &'p Pricing<'p>,
+    blueprint: &'p Blueprint,
+    pub rates: Rates<'p>,
+    pub choices: Vec<Vec<Choice>>,
+    seen: Vec<Seen>,
+}
+
+impl<'p> Net<'p> {
+    /// Nothing if the layer's border cannot be sharded as the pricing says.
+    pub fn new(pricing: &'p Pricing<'p>, blueprint: &'p Blueprint) -> Option<Net<'p>> {
+        let mut net = Net { pricing, blueprint, rates: Rates::new(pricing), choices: Vec::new(), seen: vec![Seen::default(); blueprint.slots.len()] };
+        for &value in &blueprint.crossing {
+            pricing.boundary_sharding(value)?;
+        }
+        for (at, slot) in blueprint.slots.iter().enumerate() {
+            if slot.leaves || matches!(slot.kind, Kind::Input | Kind::CotangentIn) {
+                let sharding = pricing.boundary_sharding(slot.value)?;
+                net.seen[at].boundary = net.seen[at].sharding(&sharding);
+            }
+        }
+        for step in &blueprint.steps {
+            let node = &pricing.graph.nodes[step.forward.node];
+            let all = strategies(pricing.graph, node, &pricing.mesh, &pricing.padded);
+            let choices = all.into_iter().filter_map(|a| net.choice(step, a)).collect();
+            net.choices.push(choices);
+        }
+        Some(net)
+    }
+
+    /// The events and own costs of a strategy of a step's op.
+    fn choice(&mut self, step: &Step, assignment: Assignment) -> Option<Choice> {
+        let mut choice = Choice { assignment, events: Vec::new(), costs: [Cost::default(); VARIANTS] };
+        let (forward, scratch) = self.op(step, &step.forward, &mut choice)?;
+        for (variant, cost) in choice.costs.iter_mut().enumerate() {
+            cost.add(FORWARD, forward);
+            cost.add(WORKSPACE, scratch);
+            if variant == RECOMPUTE && step.again {
+                cost.add(BACKWARD, forward);
+                cost.add(WORKSPACE, scratch);
+            }
+        }
+        for op in &step.derived {
+            let (backward, scratch) = self.op(step, op, &mut choice)?;
+            for cost in &mut choice.costs {
+                cost.add(BACKWARD, backward);
+                cost.add(WORKSPACE, scratch);
+            }
+        }
+        Some(choice)
+    }
+
+    /// Adds an op's events; returns its time and scratch bytes.
+    fn op(&mut self, step: &Step, op: &Op, choice: &mut Choice) -> Option<(u64, u64)> {
+        let graph = self.pricing.graph;
+        let node = &graph.nodes[op.node];
+        let place = op.rule.place(&choice.assignment);
+        let derived = op.node != step.forward.node;
+        for (&slot, sharding) in op.ins.iter().zip(&place.ins) {
+            let number = self.seen[slot].sharding(sharding)?;
+            choice.events.push(match self.blueprint.slots[slot].kind {
+                Kind::Param(_) => Event::Stored { slot, sharding: number },
+                Kind::Input | Kind::Load | Kind::Activation | Kind::Loss | Kind::CotangentIn | Kind::Cotangent => {
+                    let reader = if derived { Reader::Backward } else { Reader::Forward { again: step.again } };
+                    Event::Read { slot, sharding: number, reader }
+                }
+            });
+        }
+        for (port, sharding) in op.outs.iter().zip(&place.outs) {
+            choice.events.push(match *port {
+                Port::Slot(slot) => Event::Made { slot, sharding: self.seen[slot].sharding(sharding)? },
+                Port::Term { slot, alone } => Event::Term { slot, sharding: self.seen[slot].sharding(sharding)?, alone },
+            });
+        }
+        let blocks = |values: &[ValueId], shardings: &[Sharding]| -> Vec<LocalType> {
+            values.iter().zip(shardings).map(|(&v, s)| self.rates.local(v, s)).collect()
+        };
+        let (ins, outs) = (blocks(&node.inputs, &place.ins), blocks(&node.outputs, &place.outs));
+        let (ins, outs): (Vec<&LocalType>, Vec<&LocalType>) = (ins.iter().collect(), outs.iter().collect());
+        Some((self.rates.run(&node.op, &ins, &outs).0, align(workspace_bytes(&node.op, &ins))))
+    }
+
+    fn initial(&self, slot: usize) -> SlotState {
+        match self.blueprint.slots[slot].kind {
+            Kind::Input | Kind::CotangentIn => SlotState { base: self.seen[slot].boundary.unwrap_or(UNKNOWN), ..SlotState::EMPTY },
+            Kind::Load | Kind::Param(_) | Kind::Activation | Kind::Loss | Kind::Cotangent => SlotState::EMPTY,
+        }
+    }
+
+    /// The states of all slots after a step's choice, and what it adds to the costs; nothing if slots disagree.
+    fn decide(&mut self, at: usize, choice: usize, states: &mut [SlotState]) -> Option<Costs> {
+        let blueprint = self.blueprint;
+        let step = &blueprint.steps[at];
+        let chosen = &self.choices[at][choice];
+        let mut costs = chosen.costs;
+        for &event in &chosen.events {
+            match event {
+                Event::Made { slot, sharding } => states[slot].base = sharding,
+                Event::Stored { slot, sharding } => {
+                    if states[slot].base != UNKNOWN && states[slot].base != sharding {
+                        return None;
+                    }
+                    states[slot].base = sharding;
+                }
+                Event::Read { slot, sharding, reader } => {
+                    let bit = 1 << sharding;
+                    match reader {
+                        Reader::Forward { again } => {
+                            states[slot].forward |= bit;
+                            states[slot].again |= if again { bit } else { 0 };
+                        }
+                        Reader::Backward => states[slot].backward |= bit,
+                    }
+                }
+                Event::Term { slot, sharding, alone } => {
+                    if !push_term(&mut states[slot], usize::from(sharding), alone) {
+                        return None;
+                    }
+                }
+            }
+        }
+        for sum in &step.sums {
+            let [left, right] = sum.terms.map(|t| self.seen[t].shardings[usize::from(states[t].base)].clone());
+            let target = if left == right { left } else { self.seen[sum.of].shardings[usize::from(states[sum.of].base)].whole() };
+            for slot in sum.terms {
+                let number = self.seen[slot].sharding(&target)?;
+                states[slot].backward |= 1 << number;
+            }
+            states[sum.out].base = self.seen[sum.out].sharding(&target)?;
+            let block = self.rates.local(self.blueprint.slots[sum.out].value, &target);
+            let time = self.rates.run(&GraphOp::Add, &[&block, &block], &[&block]).0;
+            costs.iter_mut().for_each(|c| c.add(BACKWARD, time));
+        }
+        for &slot in &step.settles {
+            let closing = self.close(slot, states[slot])?;
+            if self.blueprint.slots[slot].tied {
+                // From here on only its sharding matters.
+                states[slot] = SlotState { base: states[slot].base, ..SlotState::EMPTY };
+            }
+            costs.iter_mut().zip(&closing).for_each(|(c, more)| *c = c.plus(more));
+        }
+        Some(costs)
+    }
+
+    fn close(&mut self, slot: usize, state: SlotState) -> Option<Costs> {
+        let seen = &mut self.seen[slot];
+        let id = seen.state(state) as usize;
+        if let Some(known) = seen.closed[id] {
+            return known;
+        }
+        let costs = settle(&self.blueprint.slots[slot], &state, &seen.shardings, seen.boundary, &self.rates);
+        seen.closed[id] = Some(costs);
+        costs
+    }
+
+    /// What a strategy of the whole layer costs, and where it stores each parameter: its sharding, and the axes its gradient waits for.
+    pub fn walk(&mut self, path: &[usize]) -> Option<(Costs, Vec<(ParamId, Sharding, AxisSet)>)> {
+        let mut states: Vec<SlotState> = (0..self.seen.len()).map(|s| self.initial(s)).collect();
+        let mut costs = [Cost::default(); VARIANTS];
+        for (at, &choice) in path.iter().enumerate() {
+            let more = self.decide(at, choice, &mut states)?;
+            costs.iter_mut().zip(&more).for_each(|(c, more)| *c = c.plus(more));
+        }
+        let mut stored = Vec::new();
+        for (slot, state) in states.iter().enumerate() {
+            if let Kind::Param(param) = self.blueprint.slots[slot].kind {
+                let shardings = &self.seen[slot].shardings;
+                let waits = if self.blueprint.slots[slot].tied { AxisSet::EMPTY } else { common(state, shardings) };
+                stored.push((param, shardings[usize::from(state.base)].clone(), waits));
+            }
+        }
+        stored.sort_unstable_by_key(|&(param, ..)| param);
+        Some((costs, stored))
+    }
+
+    /// The network.
+    pub fn stages(&mut self, keep: Keep) -> Vec<Stage> {
+        let steps = self.blueprint.steps.len();
+        let mut stages = Vec::with_capacity(steps);
+        let mut open: Vec<usize> = Vec::new();
+        let mut nodes: Vec<Vec<u32>> = vec![Vec::new()];
+        let mut states = vec![SlotState::EMPTY; self.seen.len()];
+        for at in 0..steps {
+            let after = self.blueprint.open_after(at);
+            let touched = self.blueprint.steps[at].touched.clone();
+            // Where a touched slot's state is in a node's key, and where each slot that stays open comes from.
+            let read: Vec<(usize, Option<usize>)> = touched.iter().map(|&s| (s, open.iter().position(|&o| o == s))).collect();
+            let stay: Vec<usize> = touched.iter().copied().filter(|s| after.contains(s)).collect();
+            let from: Vec<(bool, usize)> = after
+                .iter()
+                .map(|s| match stay.iter().position(|t| t == s) {
+                    Some(i) => (true, i),
+                    // Untouched and open after, so open before.
+                    None => (false, open.iter().position(|o| o == s).unwrap_or(0)),
+                })
+                .collect();
+            let mut stage = Stage { nodes: nodes.len(), ..Stage::default() };
+            let mut known: HashMap<Vec<u32>, std::ops::Range<usize>, Fast> = HashMap::default();
+            let mut ids: HashMap<Vec<u32>, u32, Fast> = HashMap::default();
+            let mut next: Vec<Vec<u32>> = Vec::new();
+            let mut key = Vec::new();
+            for (node, old) in nodes.iter().enumerate() {
+                key.clear();
+                key.extend(read.iter().filter_map(|&(_, place)| place.map(|p| old[p])));
+                let range = match known.get(&key) {
+                    Some(range) => range.clone(),
+                    None => {
+                        let first = stage.outcomes.len();
+                        for choice in 0..self.choices[at].len() {
+                            for &(slot, place) in &read {
+                                states[slot] = place.map_or_else(|| self.initial(slot), |p| self.seen[slot].states[old[p] as usize]);
+                            }
+                            let Some(costs) = self.decide(at, choice, &mut states) else { continue };
+                            let reached: Vec<u32> = stay.iter().map(|&s| self.seen[s].state(states[s])).collect();
+                            let covered = |o: &Outcome| {
+                                o.next == reached
+                                    && o.costs.iter().zip(&costs).all(|(old, new)| self.rates.measure(old).covers(&self.rates.measure(new)))
+                            };
+                            if keep == Keep::All || !stage.outcomes[first..].iter().any(covered) {
+                                stage.outcomes.push(Outcome { choice: choice as u16, costs, next: reached });
+                            }
+                        }
+                        let range = first..stage.outcomes.len();
+                        known.insert(key.clone(), range.clone());
+                        range
+                    }
+                };
+                for outcome in range {
+                    let reached = &stage.outcomes[outcome].next;
+                    let new: Vec<u32> = from.iter().map(|&(touched, i)| if touched { reached[i] } else { old[i] }).collect();
+                    let to = match ids.get(&new) {
+                        Some(&to) => to,
+                        None => {
+                            let to = next.len() as u32;
+                            ids.insert(new.clone(), to);
+                            next.push(new);
+                            to
+                        }
+                    };
+                    stage.arcs.push(Arc { from: node as u32, to, outcome: outcome as u32 });
+                }
+            }
+            stages.push(stage);
+            nodes = next;
+            open = after;
+        }
+        stages
+    }
+
+    /// A path's strategy, in graph order.
+    pub fn strategy(&self, path: &[usize]) -> Vec<Assignment> {
+        let mut placed: Vec<(usize, Assignment)> =
+            path.iter().enumerate().map(|(at, &c)| (self.blueprint.steps[at].at, self.choices[at][c].assignment.clone())).collect();
+        placed.sort_by_key(|&(at, _)| at);
+        placed.into_iter().map(|(_, a)| a).collect()
+    }
+}
+
+/// A multiplicative hash: keys here are short and not chosen by anybody. Nothing depends on the order of a map.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Multiply(u64);
+
+pub(super) type Fast = BuildHasherDefault<Multiply>;
+
+impl Hasher for Multiply {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+    fn write(&mut self, bytes: &[u8]) {
+        for chunk in bytes.chunks(8) {
+            let mut word = [0; 8];
+            word[..chunk.len()].copy_from_slice(chunk);
+            self.write_u64(u64::from_le_bytes(word));
+        }
+    }
+    fn write_u8(&mut self, n: u8) {
+        self.write_u64(u64::from(n));
+    }
+    fn write_u32(&mut self, n: u32) {
+        self.write_u64(u64::from(n));
+    }
+    fn write_usize(&mut self, n: usize) {
+        self.write_u64(n as u64);
+    }
+    fn write_u128(&mut self, n: u128) {
+        self.write_u64(n as u64);
+        self.write_u64((n >> 64) as u64);
+    }
+    fn write_u64(&mut self, n: u64) {
+        self.0 = (self.0.rotate_left(5) ^ n).wrapping_mul(0x517c_c1b7_2722_0a95);
+        self.0 ^= self.0 >> 29;
+    }
+}

@@ -83,7 +83,7 @@ fn numbers_become_the_dims_that_ops_make_of_them() {
 
 #[test]
 fn faults_are_named_with_their_place() {
-    let cases: [(&str, Value, &str); 22] = [
+    let cases: [(&str, Value, &str); 23] = [
         ("/dplan", json!(2), "`$.dplan` is 2; it should be an integer from 1 to 1"),
         ("/dims/h", json!(0), "`$.dims.h` is 0"),
         ("/dims/h", json!("hidden"), "`$.dims.h` is the string \"hidden\"; it should be a size, or \"batch\""),
@@ -110,6 +110,7 @@ fn faults_are_named_with_their_place() {
         ("/nodes/4/layer", json!(3), "gives some nodes a layer, and some none"),
         ("/params/places", json!([32, "h"]), "adds 32 positions to a sequence of 64"),
         ("/loss", json!("logits"), "cannot be trained on"),
+        ("/nodes/1/name", json!("x"), "is called `x` like something before it"),
     ];
     let sound: Value = serde_json::from_str(&std::fs::read_to_string(root().join("examples/two-branch.json")).unwrap()).unwrap();
     for (pointer, value, message) in cases {
@@ -124,6 +125,19 @@ fn faults_are_named_with_their_place() {
         let error = import::model_from_bytes("m.json", json.to_string().as_bytes(), &ImportOptions::default()).unwrap_err().to_string();
         assert!(error.starts_with("m.json: ") && error.contains(message), "{pointer}: {error}");
     }
+}
+
+#[test]
+fn one_value_crosses_from_a_layer_to_the_next() {
+    let mut json: Value = serde_json::from_str(&std::fs::read_to_string(root().join("examples/experts.json")).unwrap()).unwrap();
+    let nodes = json["nodes"].as_array_mut().unwrap();
+    let at = nodes.iter().position(|n| n["name"] == "x1").unwrap();
+    nodes[at]["layer"] = json!(2);
+    let error = import::model_from_bytes("m.json", json.to_string().as_bytes(), &ImportOptions::default()).unwrap_err().to_string();
+    assert!(error.contains("layer"), "{error}");
+    json["nodes"][0]["layer"] = json!(3);
+    let error = import::model_from_bytes("m.json", json.to_string().as_bytes(), &ImportOptions::default()).unwrap_err().to_string();
+    assert!(error.contains("puts `n1` into layer 1 after a node of layer 3"), "{error}");
 }
 
 #[test]

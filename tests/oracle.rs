@@ -43,7 +43,7 @@ fn check(name: &str) {
     let mut model = import::model(&dir, &ImportOptions { seq: Some(seq), ..ImportOptions::default() }).unwrap_or_else(|e| panic!("{e}"));
     model.graph.set_batch(batch);
     let graph = differentiate(&model.graph).unwrap();
-    let vocab = graph.dims.values().find(|d| d.name == "v").unwrap().size;
+    let vocab = import::vocabulary(&graph).unwrap();
     let source = TokenSource::open(&dir.join("tokens.json"), vocab, seq, batch).unwrap_or_else(|e| panic!("{e}"));
     let mut state = TrainState::new(read(&graph, &dir.join("weights.safetensors")), Optimizer::AdamW);
     let hyper = Hyper {

@@ -13,6 +13,8 @@ use std::path::Path;
 
 use dplan_ir::dtype::DType;
 use dplan_ir::graph::Graph;
+use dplan_ir::op::Op;
+use dplan_ir::verify::graph::verify_graph;
 
 use json::Doc;
 
@@ -89,6 +91,17 @@ pub fn model_from_bytes(file: &str, bytes: &[u8], options: &ImportOptions) -> Re
     from_doc(&Doc::parse(file, bytes)?, &name_of(Path::new(file)), options)
 }
 
+/// How many token ids a model knows: all ids in its data must be below. It is the least of the tables that tokens are looked up in and the logits
+/// that targets are compared with.
+pub fn vocabulary(graph: &Graph) -> Option<u64> {
+    let sizes = graph.forward_nodes().filter_map(|(_, node)| match node.op {
+        Op::Embed => graph.shape(node.inputs[0]).first().copied(),
+        Op::CeStats => graph.shape(node.inputs[0]).last().copied(),
+        _ => None,
+    });
+    sizes.min()
+}
+
 /// The candidate that is fewest edits away from `word`, if it is near at all.
 pub fn nearest<'a>(word: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let word: String = word.chars().take(64).collect::<String>().to_lowercase();
@@ -98,7 +111,15 @@ pub fn nearest<'a>(word: &str, candidates: impl IntoIterator<Item = &'a str>) ->
 fn from_doc(doc: &Doc, name: &str, options: &ImportOptions) -> Result<Model, ImportError> {
     let root = doc.root();
     let graph = options.family.is_none() && graph_json::recognises(&root);
-    if graph { graph_json::model(&root, name, options) } else { hf::model(&root, name, options) }
+    let model = if graph { graph_json::model(&root, name, options)? } else { hf::model(&root, name, options)? };
+    let faults = verify_graph(&model.graph);
+    match faults.first() {
+        None => Ok(model),
+        Some(first) => {
+            let others = if faults.len() > 1 { format!(" (and {} more faults)", faults.len() - 1) } else { String::new() };
+            Err(ImportError::Graph { file: root.file().into(), why: format!("{first}{others}") })
+        }
+    }
 }
 
 /// `gpt2.json` is `gpt2`; `llama-1m/config.json` is `llama-1m`.

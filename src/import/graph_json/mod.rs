@@ -409,7 +409,10 @@ impl Second<'_, '_> {
             return id;
         }
         let number = self.dim_of.len();
-        let name = classes.name(root).map_or_else(|| format!("dim{number}"), str::to_string);
+        let mut name = classes.name(root).map_or_else(|| format!("dim{number}"), str::to_string);
+        while classes.name(root).is_none() && classes.is_name(&name) {
+            name.push('_');
+        }
         let id = self.builder.dim(&name, classes.size(root));
         self.dim_of.insert(root, id);
         id

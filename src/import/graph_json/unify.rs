@@ -31,6 +31,10 @@ impl Classes {
     pub fn name(&self, var: Var) -> Option<&str> {
         self.vars[self.root(var)].name.as_deref()
     }
+    /// Whether some dim was named so.
+    pub fn is_name(&self, name: &str) -> bool {
+        self.vars.iter().any(|v| v.name.as_deref() == Some(name))
+    }
     /// The one var that stands for all of its class.
     pub fn root(&self, mut var: Var) -> Var {
         while self.vars[var].parent != var {

@@ -17,7 +17,7 @@ use super::{Class, Place, Report};
 use crate::entity::{BucketId, BufferId, Id, ParamId, SegmentId, Table, ValueId};
 use crate::graph::Graph;
 use crate::mesh::AxisSet;
-use crate::program::{Buffer, Call, Channel, Content, Instr, Pattern, Program, Role, Scalar, Stream, Write};
+use crate::program::{Buffer, Call, Content, Instr, Pattern, Program, Role, Scalar, Stream, Write};
 use crate::sharding::Sharding;
 
 /// What a stage has done by the end of its step.
@@ -47,19 +47,10 @@ pub(super) fn check(graph: &Graph, program: &Program, stage: usize, report: &mut
     Walk::new(graph, program, stage, report).step(None)
 }
 
-/// The communicator of an operation, as seen from one stage: operations of one must be ordered.
-#[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
-enum Meeting {
-    Group(AxisSet, Vec<u32>),
-    To(u32, Channel),
-    From(u32, Channel),
-}
-
 /// What the state was after some period.
 struct Snapshot {
     cells: Vec<Cell>,
     clocks: Clocks,
-    meetings: Vec<Point>,
 }
 
 pub(super) struct Walk<'a> {
@@ -75,8 +66,6 @@ pub(super) struct Walk<'a> {
     pub end: End,
     shardings: Table<BufferId, u32>,
     loss_pending: BTreeMap<(SegmentId, usize), AxisSet>,
-    meeting_of: Table<SegmentId, Vec<Option<u32>>>,
-    meetings: Vec<Point>,
     clocks: Clocks,
     stream: Stream,
     stage: usize,
@@ -101,20 +90,6 @@ impl<'a> Walk<'a> {
             Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Scratch => 0,
         };
         let shardings = stage.buffers.values().map(number).collect();
-        let mut numbers: BTreeMap<Meeting, u32> = BTreeMap::new();
-        let meeting_of = stage.segments.map(|_, segment| {
-            let number = |issue: &crate::program::Issue| {
-                let meeting = match &issue.instr {
-                    Instr::Collective { axes, stages, .. } => Meeting::Group(*axes, stages.clone()),
-                    &Instr::Send { to, channel, .. } => Meeting::To(to, channel),
-                    &Instr::Recv { from, channel, .. } => Meeting::From(from, channel),
-                    _ => return None,
-                };
-                let next = numbers.len() as u32;
-                Some(*numbers.entry(meeting).or_insert(next))
-            };
-            segment.body.iter().map(number).collect::<Vec<_>>()
-        });
         let cells = layout.cells();
         let mut walk = Walk {
             types,
@@ -128,8 +103,6 @@ impl<'a> Walk<'a> {
             end: End::default(),
             shardings,
             loss_pending: BTreeMap::new(),
-            meetings: vec![Point::default(); numbers.len()],
-            meeting_of,
             clocks: Clocks::new(stage.events),
             stream: Stream::Compute,
             stage: index,
@@ -191,7 +164,7 @@ impl<'a> Walk<'a> {
                         break;
                     }
                     if walked < periodic.count {
-                        before = Some(Snapshot { cells: self.cells.clone(), clocks: self.clocks.clone(), meetings: self.meetings.clone() });
+                        before = Some(Snapshot { cells: self.cells.clone(), clocks: self.clocks.clone() });
                     }
                 }
                 let back = (periodic.count - walked) * periodic.shift;
@@ -267,21 +240,9 @@ impl<'a> Walk<'a> {
                 self.stream = issue.stream;
                 self.point = self.clocks.issue(issue.stream);
                 self.issued[issue.stream as usize].push((call.segment, at as u32));
-                if let Some(meeting) = self.meeting_of[call.segment][at] {
-                    self.meet(meeting as usize);
-                }
                 self.instr(&issue.instr);
             }
             self.end.walked += body.len() as u64;
-        }
-    }
-
-    /// Operations of one communicator come one after the other.
-    fn meet(&mut self, meeting: usize) {
-        let before = std::mem::replace(&mut self.meetings[meeting], self.point);
-        if !self.clocks.streams[self.stream as usize].covers(before) {
-            let other = self.locate(before);
-            self.fault(Class::Race, None, format!("not ordered after {other}, which uses the same communicator"));
         }
     }
 
@@ -538,7 +499,7 @@ impl<'a> Walk<'a> {
     /// Whether the state knows and orders at least what the shifted earlier one does. Bytes where it does not are forgotten, so that the next period
     /// may show that the walk does not need them.
     fn repeats(&mut self, before: &Snapshot, shift: u64) -> bool {
-        let mut points: Vec<(Point, Point)> = before.meetings.iter().copied().zip(self.meetings.iter().copied()).map(same_stream).collect();
+        let mut points: Vec<(Point, Point)> = Vec::new();
         let mut same = true;
         for at in 0..self.cells.len() {
             let (then, now) = (&before.cells[at], &self.cells[at]);

@@ -2,7 +2,7 @@
 //!
 //! A channel (from, to, direction) is first-in first-out, so its n-th send must carry what its n-th receive claims: the same value, in the same sharding, of the same
 //! micro-batch. The n-th operation over (axes, stages) must be the same reduction of the same gradients or scalar on each of the stages.
-//! That members issue the operations of one communicator in one order is checked by the data flow, rank by rank.
+//! Operations of a communicator are numbered in issue order, whatever their streams; the ranks of one stage issue the same.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,22 +19,34 @@ struct Operation {
     micro_batch: u64,
 }
 
-/// A communicator between stages.
+/// A communicator.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Communicator {
-    Channel { from: u32, to: u32, channel: Channel },
-    Stages { axes: AxisSet, stages: Vec<u32> },
+    Channel {
+        from: u32,
+        to: u32,
+        channel: Channel,
+    },
+    Stages {
+        axes: AxisSet,
+        stages: Vec<u32>,
+    },
+    /// Within a stage.
+    Stage {
+        axes: AxisSet,
+        stage: u32,
+    },
 }
 
 impl Communicator {
-    /// The communicator that an instruction of `stage` uses, if it is one between stages.
+    /// The communicator that an instruction of `stage` uses, if it does.
     pub fn of(stage: u32, instr: &Instr) -> Option<Communicator> {
         match instr {
             &Instr::Send { to, channel, .. } => Some(Communicator::Channel { from: stage, to, channel }),
             &Instr::Recv { from, channel, .. } => Some(Communicator::Channel { from, to: stage, channel }),
             Instr::Collective { axes, stages, .. } if !stages.is_empty() => Some(Communicator::Stages { axes: *axes, stages: stages.clone() }),
-            Instr::Collective { .. }
-            | Instr::Run { .. }
+            Instr::Collective { axes, .. } => Some(Communicator::Stage { axes: *axes, stage }),
+            Instr::Run { .. }
             | Instr::Input { .. }
             | Instr::Slice { .. }
             | Instr::Zero { .. }
@@ -51,6 +63,7 @@ impl Communicator {
         match self {
             Communicator::Channel { from, to, .. } => vec![*from, *to],
             Communicator::Stages { stages, .. } => stages.clone(),
+            Communicator::Stage { stage, .. } => vec![*stage],
         }
     }
     pub fn describe(&self) -> String {
@@ -58,6 +71,7 @@ impl Communicator {
             Communicator::Channel { from, to, channel: Channel::Forward } => format!("the forward channel {from} → {to}"),
             Communicator::Channel { from, to, channel: Channel::Backward } => format!("the backward channel {from} → {to}"),
             Communicator::Stages { stages, .. } => format!("the communicator across stages {stages:?}"),
+            Communicator::Stage { axes, stage } => format!("the communicator of stage {stage} over axes {axes:?}"),
         }
     }
 }
@@ -88,8 +102,8 @@ pub(super) fn check(program: &Program, report: &mut Report) {
 
 fn operations(index: u32, stage: &StageProgram) -> BTreeMap<Communicator, Vec<Operation>> {
     let in_segment = stage.segments.map(|_, segment| {
-        let body = segment.body.iter().enumerate();
-        body.filter_map(|(at, issue)| Communicator::of(index, &issue.instr).map(|c| (c, at))).collect::<Vec<_>>()
+        let body = segment.body.iter().enumerate().map(|(at, issue)| (Communicator::of(index, &issue.instr), at));
+        body.filter_map(|(c, at)| c.filter(|c| c.members().len() > 1).map(|c| (c, at))).collect::<Vec<_>>()
     });
     let names: BTreeSet<&Communicator> = in_segment.values().flatten().map(|(c, _)| c).collect();
     let names: Vec<&Communicator> = names.into_iter().collect();

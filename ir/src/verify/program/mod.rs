@@ -61,7 +61,7 @@ pub enum Class {
     Mismatch,
     /// Ranks that wait for each other for ever.
     Deadlock,
-    /// Two accesses of one byte range, one a write, with no order between them; or two operations of one communicator.
+    /// Two accesses of one byte range, one a write, with no order between them.
     Race,
     /// A read of bytes that hold something else than the buffer claims.
     Content,

@@ -1,10 +1,11 @@
 //! All ranks reach the end of the step.
 //!
 //! The streams of every stage are run together: a record is done when its stream reaches it; a wait when its record is done; a message when both ends have
-//! reached it; an operation across stages when all have. Everything else never waits. The ranks of a stage move in step, so operations within a stage need
-//! no simulation. No choice is ever made (a finished step enables others and disables none), so if this order gets stuck every order does.
+//! reached it; an operation across stages when all have. Operations of one communicator take place in issue order, also where different streams issue them, as
+//! communication libraries have it. Everything else never waits; the ranks of a stage move in step, so an operation within a stage waits for nothing else.
+//! No choice is ever made (a finished step enables others and disables none), so if this order gets stuck every order does.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::matching::Communicator;
 use super::{Class, Place, Report};
@@ -14,8 +15,9 @@ use crate::program::{Instr, Program, StageProgram, Stream};
 /// What may hold a stream.
 #[derive(Clone, Copy)]
 enum Action {
-    Record,
-    /// Position of the record, among the actions of its stream.
+    /// A record, or an operation within the stage that others have to follow.
+    Pass,
+    /// Wait for an action of another stream, by its position there.
     Wait {
         stream: u8,
         position: u32,
@@ -65,6 +67,13 @@ fn queue(index: u32, stage: &StageProgram, communicators: &mut BTreeMap<Communic
         Wait(usize),
         Meet(u32),
     }
+    // Only communicators between stages, and those that several streams use, can hold anything.
+    let mut streams_of: BTreeMap<Communicator, BTreeSet<Stream>> = BTreeMap::new();
+    for issue in stage.segments.values().flat_map(|s| &s.body) {
+        if let Some(communicator) = Communicator::of(index, &issue.instr) {
+            streams_of.entry(communicator).or_default().insert(issue.stream);
+        }
+    }
     let bodies = stage.segments.map(|_, segment| {
         let mut body = Vec::new();
         for (at, issue) in segment.body.iter().enumerate() {
@@ -72,35 +81,41 @@ fn queue(index: u32, stage: &StageProgram, communicators: &mut BTreeMap<Communic
                 Instr::Record(event) => Static::Record(event.index()),
                 Instr::Wait(event) => Static::Wait(event.index()),
                 _ => match Communicator::of(index, &issue.instr) {
-                    Some(communicator) => {
+                    Some(c) if c.members().len() > 1 || streams_of[&c].len() > 1 => {
                         let next = communicators.len() as u32;
-                        Static::Meet(*communicators.entry(communicator).or_insert(next))
+                        Static::Meet(*communicators.entry(c).or_insert(next))
                     }
-                    None => continue,
+                    Some(_) | None => continue,
                 },
             };
             body.push((action, issue.stream as usize, at as u32));
         }
         body
     });
+    let local: BTreeSet<u32> = communicators.iter().filter(|(c, _)| c.members().len() == 1).map(|(_, &id)| id).collect();
     let mut streams: Vec<Vec<Item>> = vec![Vec::new(); Stream::ALL.len()];
-    let mut latest: Vec<Option<(u8, u32)>> = vec![None; stage.events as usize];
+    let mut latest: Vec<Option<(usize, u32)>> = vec![None; stage.events as usize];
+    let mut previous: Vec<Option<(usize, u32)>> = vec![None; communicators.len()];
     for (call_at, call) in stage.schedule.iter().enumerate() {
         for &(ref action, stream, instr) in &bodies[call.segment] {
-            let action = match *action {
-                Static::Record(event) => {
-                    latest[event] = Some((stream as u8, streams[stream].len() as u32));
-                    Action::Record
-                }
-                Static::Wait(event) => match latest[event] {
-                    // A stream's own records are behind it.
-                    Some((of, _)) if of as usize == stream => continue,
-                    Some((stream, position)) => Action::Wait { stream, position },
-                    None => continue,
-                },
-                Static::Meet(communicator) => Action::Meet { communicator },
+            let mut push = |action| {
+                streams[stream].push(Item { action, call: call_at as u32, instr });
+                (stream, streams[stream].len() as u32 - 1)
             };
-            streams[stream].push(Item { action, call: call_at as u32, instr });
+            // What is behind in the same stream needs no waiting for.
+            let wait =
+                |after: Option<(usize, u32)>| after.filter(|&(of, _)| of != stream).map(|(of, position)| Action::Wait { stream: of as u8, position });
+            match *action {
+                Static::Record(event) => latest[event] = Some(push(Action::Pass)),
+                Static::Wait(event) => {
+                    wait(latest[event]).map(&mut push);
+                }
+                Static::Meet(communicator) => {
+                    wait(previous[communicator as usize]).map(&mut push);
+                    let action = if local.contains(&communicator) { Action::Pass } else { Action::Meet { communicator } };
+                    previous[communicator as usize] = Some(push(action));
+                }
+            }
         }
     }
     let done = vec![0; streams.len()];
@@ -113,7 +128,7 @@ fn advance(at: usize, stages: &mut [Ranks], arrived: &mut [Vec<(usize, usize)>],
     for stream in 0..stages[at].streams.len() {
         while let Some(item) = stages[at].streams[stream].get(stages[at].done[stream]) {
             match item.action {
-                Action::Record => {}
+                Action::Pass => {}
                 Action::Wait { stream: of, position } => {
                     if stages[at].done[of as usize] <= position as usize {
                         break;
@@ -155,7 +170,7 @@ fn explain(program: &Program, stages: &[Ranks], members: &BTreeMap<u32, (Communi
     };
     let waits_for = |at: (usize, usize), item: Item| -> Option<(usize, usize)> {
         match item.action {
-            Action::Record => None,
+            Action::Pass => None,
             Action::Wait { stream, .. } => Some((at.0, stream as usize)),
             Action::Meet { communicator } => {
                 let (_, stages_of) = &members[&communicator];
@@ -164,14 +179,9 @@ fn explain(program: &Program, stages: &[Ranks], members: &BTreeMap<u32, (Communi
                         let left = &stages[other].streams[stream][stages[other].done[stream]..];
                         left.iter().position(|i| matches!(i.action, Action::Meet { communicator: c } if c == communicator))
                     };
-                    // The stage whose next operation on this communicator is furthest from its stream's head is the one that holds us.
+                    // A stage that stands at the operation too waits for yet another.
                     let streams = (0..stages[other].streams.len()).filter_map(|s| next(s).map(|distance| (distance, s)));
-                    let soonest = streams.min();
-                    match soonest {
-                        Some((0, _)) => None,
-                        Some((_, stream)) => Some((other, stream)),
-                        None => None,
-                    }
+                    streams.min().filter(|&(distance, _)| distance > 0).map(|(_, stream)| (other, stream))
                 })
             }
         }
@@ -193,8 +203,8 @@ fn explain(program: &Program, stages: &[Ranks], members: &BTreeMap<u32, (Communi
     let line = |&(at, item): &((usize, usize), Item)| {
         let call = program.stages[at.0].schedule[item.call as usize];
         let what = match item.action {
-            Action::Record => "a record".to_string(),
-            Action::Wait { stream, .. } => format!("an event of {}", Stream::ALL[stream as usize].name()),
+            Action::Pass => "nothing".to_string(),
+            Action::Wait { stream, .. } => format!("{}", Stream::ALL[stream as usize].name()),
             Action::Meet { communicator } => members[&communicator].0.describe(),
         };
         let segment: SegmentId = call.segment;

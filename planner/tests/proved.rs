@@ -1,0 +1,90 @@
+//! Programs of random plans are proved by the verifier, and train like one device on all their ranks.
+
+mod zoo;
+
+use dplan_ir::dtype::DType;
+use dplan_ir::graph::Graph;
+use dplan_ir::init;
+use dplan_ir::interp::Tensor;
+use dplan_ir::interp::graph::{TrainState, train_step};
+use dplan_ir::interp::program::ProgramRun;
+use dplan_ir::optimizer::{Hyper, StepScalars};
+use dplan_ir::plan::{Clip, Plan};
+use dplan_ir::program::{Program, Role};
+use dplan_ir::text;
+use dplan_ir::verify::program::verify_program;
+use dplan_ir::verify::report::annotate;
+use dplan_planner::lower;
+use zoo::{Degrees, Dice};
+
+struct Case {
+    what: String,
+    graph: Graph,
+    plan: Plan,
+    program: Program,
+    dice: Dice,
+    vocab: u64,
+}
+
+fn case(seed: u64, dtype: DType) -> Case {
+    let mut dice = Dice(seed + 1000);
+    let degrees =
+        Degrees { dp: dice.pick(&[1, 2, 3]), tp: dice.pick(&[1, 2, 4]), pp: dice.pick(&[1, 2, 3, 4]), micro_batches: dice.pick(&[1, 2, 5]) };
+    let model = zoo::Model { dtype, ..zoo::model(&mut dice, 2 * degrees.dp) };
+    let graph = zoo::graph(&model);
+    let plan = Plan { compute: dtype, ..zoo::plan(&graph, degrees, &mut dice) };
+    let what = format!("seed {seed}: {model:?} {degrees:?}");
+    let program = lower::lower(&graph, &plan).unwrap_or_else(|e| panic!("{what}: {e}"));
+    Case { what, graph, plan, program, dice, vocab: model.vocab }
+}
+
+/// The violations of a case, with the program they are in.
+fn violations(case: &Case) -> Option<String> {
+    let violations = verify_program(&case.graph, &case.program).err()?;
+    let list: Vec<String> = violations.iter().map(|v| v.to_string()).collect();
+    let text = annotate(&text::program_printed(&case.program, &case.graph), &violations);
+    Some(format!("{}: {} violations\n{}\n\n{text}", case.what, violations.len(), list.join("\n")))
+}
+
+#[test]
+fn random_plans_lower_to_programs_that_are_proved() {
+    for dtype in [DType::F64, DType::Bf16] {
+        for seed in 0..150 {
+            if let Some(message) = violations(&case(seed, dtype)) {
+                panic!("{message}");
+            }
+        }
+    }
+}
+
+#[test]
+fn proved_programs_train_like_one_device() {
+    let hyper = Hyper { lr: 0.05, beta1: 0.9, beta2: 0.95, eps: 1e-2, weight_decay: 0.01, momentum: 0.8, clip: 0.5 };
+    for seed in 0..40 {
+        let Case { what, graph, plan, program, mut dice, vocab } = case(seed, DType::F64);
+        let hyper = Hyper { clip: if plan.clip == Clip::None { f64::INFINITY } else { hyper.clip }, ..hyper };
+        let params = init::params(&graph, seed);
+        let mut state = TrainState::new(params.clone(), plan.optimizer);
+        let mut run = ProgramRun::new(&graph, &program, seed);
+        params.iter().for_each(|(p, value)| run.set_param(p, value));
+        for step in 1..=2 {
+            let inputs: Vec<Vec<Tensor>> = (0..plan.micro_batches).map(|_| zoo::inputs(&graph, vocab, &mut dice)).collect();
+            let scalars = StepScalars { hyper, step, inv_tokens: 0.03 };
+            let want = train_step(&graph, &mut state, &inputs, &scalars, plan.optimizer);
+            let got = run.step(&inputs, &scalars).unwrap_or_else(|why| panic!("{what}: {why}"));
+            close(got.loss, want.loss, &format!("{what}: loss of step {step}"));
+            if let Some(norm) = got.grad_norm {
+                close(norm, want.grad_norm, &format!("{what}: gradient norm of step {step}"));
+            }
+        }
+        for (param, want) in state.params.iter() {
+            let got = run.state(param, Role::Param).unwrap_or_else(|why| panic!("{what}: {why}"));
+            let name = &graph.values[graph.params[param].value].name;
+            got.data.iter().zip(&want.data).for_each(|(&x, &y)| close(x, y, &format!("{what}: {name}")));
+        }
+    }
+}
+
+fn close(got: f64, want: f64, what: &str) {
+    assert!((got - want).abs() <= 1e-9 * want.abs().max(1.0), "{what}: {got}, expected {want}");
+}

@@ -204,7 +204,7 @@ fn layout(handle: &File, size: u64, vocab: u64) -> io::Result<(u64, Width, Optio
     let known = known / 4 * 4;
     let halves = head[..known].chunks_exact(4);
     let upper_zero = known > 0 && halves.clone().all(|w| w[2..] == [0, 0]) && halves.into_iter().any(|w| w[..2] != [0, 0]);
-    let wide = size % 4 == 0 && (vocab > 1 << 16 || upper_zero);
+    let wide = size.is_multiple_of(4) && (vocab > 1 << 16 || upper_zero);
     Ok((0, if wide { Width::U32 } else { Width::U16 }, None))
 }
 

@@ -1,9 +1,11 @@
 //! Weights survive reading and writing, and files that do not match the model are refused by name.
 
 mod common;
+mod damage;
 
 use std::path::{Path, PathBuf};
 
+use damage::Random;
 use dplan::export;
 use dplan::import::weights::Weights;
 use dplan::import::{self, ImportOptions, Model};
@@ -140,6 +142,34 @@ fn malformed_files_are_refused() {
         let error = Weights::open(&path).unwrap_err().to_string();
         assert!(error.contains(message) && error.contains("malformed.safetensors"), "{error}");
     }
+    std::fs::remove_file(path).unwrap();
+}
+
+#[test]
+fn damaged_files_never_panic() {
+    let model = model(CONFIGS[1]);
+    let path = scratch("damaged.safetensors");
+    save(&model, &path, DType::F32);
+    let sound = std::fs::read(&path).unwrap();
+    let header = 8 + u64::from_le_bytes(sound[..8].try_into().unwrap()) as usize;
+    let mut refused = 0;
+    for case in 0..300 {
+        let mut random = Random(case);
+        let mut head = sound[8..header].to_vec();
+        damage::damage(&mut head, &mut random);
+        head.resize(header - 8, b' ');
+        let mut bytes = [&sound[..8], &head, &sound[header..]].concat();
+        if random.below(4) == 0 {
+            bytes[random.below(8)] = random.next() as u8;
+        }
+        std::fs::write(&path, bytes).unwrap();
+        let read = Weights::open(&path).and_then(|w| {
+            w.check(&model.graph)?;
+            model.graph.params.ids().try_for_each(|p| w.param::<f32>(&model.graph, p).map(drop))
+        });
+        refused += usize::from(read.is_err());
+    }
+    assert!(refused > 100, "{refused} refused");
     std::fs::remove_file(path).unwrap();
 }
 

@@ -8,12 +8,19 @@ use std::path::{Path, PathBuf};
 
 use dplan_ir::text::{self, ParseError};
 use dplan_ir::verify::report::annotate;
-use dplan_ir::{grad, verify};
+use dplan_ir::{grad, layers, verify};
 
 /// From a body to what it should be.
 type Command = fn(&str) -> Result<String, ParseError>;
 
-const COMMANDS: [(&str, Command); 4] = [("cat", cat), ("parse-error", parse_error), ("verify", verify), ("grad", differentiate)];
+const COMMANDS: [(&str, Command); 6] = [
+    ("cat", cat),
+    ("parse-error", parse_error),
+    ("verify", verify),
+    ("program-verify", verify_program),
+    ("grad", differentiate),
+    ("layers", find_layers),
+];
 
 /// Printing what was read gives the same text.
 fn cat(body: &str) -> Result<String, ParseError> {
@@ -33,6 +40,17 @@ fn verify(body: &str) -> Result<String, ParseError> {
     Ok(annotate(&text::graph_printed(&graph), &verify::verify_graph(&graph)))
 }
 
+/// Each error of the verifiers of the graph, its sharded form and its program stands below the line it is about.
+fn verify_program(body: &str) -> Result<String, ParseError> {
+    let text::Document { graph, sharded, program } = text::parse(body)?;
+    let mut parts = vec![annotate(&text::graph_printed(&graph), &verify::verify_graph(&graph))];
+    parts.extend(sharded.map(|s| annotate(&text::sharded_printed(&s, &graph), &verify::sharded::sharded(&graph, &s))));
+    parts.extend(
+        program.map(|p| annotate(&text::program_printed(&p, &graph), &verify::program::verify_program(&graph, &p).err().unwrap_or_default())),
+    );
+    Ok(parts.join("\n"))
+}
+
 const BECOMES: &str = "// becomes\n";
 
 /// A forward graph, then the same graph with its backward pass, which is right.
@@ -44,6 +62,15 @@ fn differentiate(body: &str) -> Result<String, ParseError> {
         Err(e) => format!("// error: {e}\n"),
     };
     Ok(format!("{}{BECOMES}{after}", text::print_graph(&graph)))
+}
+
+/// A forward graph, then the same with layers found from its structure, in canonical order, and the class of each layer.
+fn find_layers(body: &str) -> Result<String, ParseError> {
+    let source = body.split(BECOMES).next().unwrap_or_default();
+    let graph = text::parse_graph(source)?;
+    let found = layers::canonicalize(&layers::detect(&graph));
+    let after = annotate(&text::graph_printed(&found), &verify::verify_graph(&found));
+    Ok(format!("{}{BECOMES}{after}// classes: {:?}\n", text::print_graph(&graph), layers::classes(&found)))
 }
 
 #[test]

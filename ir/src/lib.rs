@@ -18,6 +18,7 @@ pub mod graph;
 pub mod infer;
 pub mod init;
 pub mod interp;
+pub mod layers;
 pub mod mesh;
 pub mod op;
 pub mod optimizer;

@@ -1,0 +1,167 @@
+//! Finding layers.
+//!
+//! A *cut* is a value through which everything that it depends on reaches the loss: the graph falls apart there into a before and an after that share
+//! only it (and inputs and parameters). Cuts are found in linear time: with `d(x)` the nearest node that all paths from `x` to the loss go through (`d` makes a tree with the loss as its root),
+//! the subtree of `v` is all that reaches the loss through `v` only; `v` is a cut if no node of it takes an operand from outside it.
+//!
+//! Between the cuts lie *sections*. A run of sections that repeats is a block of the network: an attention half and a feed-forward half, say, which together
+//! occur many times. Each occurrence is a layer; inside it, repetitions are sought again. What is left before, between and behind is a layer each:
+//! the embedding first, the head last. Where nothing repeats, every section is a layer. Sections without parameters never stand alone.
+
+use std::ops::Range;
+
+use crate::entity::{NodeId, Table, ValueId};
+use crate::graph::Graph;
+use crate::layers::form::{Detail, Facts, has_params};
+use crate::layers::rebuild::rebuild;
+use crate::layers::{is_forward, number, parts, post_order};
+
+/// A forward graph with layers found from its structure, whatever layers it has. Nodes that the loss does not depend on are left out.
+/// A graph without a loss, or with a backward pass, is returned as it is.
+pub fn detect(graph: &Graph) -> Graph {
+    let Some(loss) = graph.loss.filter(|_| graph.nodes.ids().all(|n| is_forward(graph, n))) else {
+        return graph.clone();
+    };
+    let order = post_order(graph, &[loss], &mut Table::filled(graph.nodes.len(), false), |_| true);
+    let mut graph = rebuild(graph, &order);
+    let Some(loss) = graph.loss else { return graph };
+    let sections = sections(&graph, loss);
+    let count = sections.values().map(|s| s + 1).max().unwrap_or(0);
+    let layer_of = {
+        let part_of = sections.map(|_, s| Some(*s));
+        let parts = parts(&graph, &part_of, count);
+        let shapes = number(&Facts::new(&graph, &part_of).forms(&parts, Detail::Shape));
+        let weighty: Vec<bool> = parts.iter().map(|p| has_params(&graph, &p.nodes)).collect();
+        layers(&shapes, &weighty)
+    };
+    for (id, node) in graph.nodes.iter_mut() {
+        node.layer = layer_of[sections[id] as usize];
+    }
+    let mut order: Vec<NodeId> = graph.nodes.ids().collect();
+    order.sort_by_key(|&n| graph.nodes[n].layer);
+    rebuild(&graph, &order)
+}
+
+/// The section of each node of a graph in which every node reaches the loss.
+fn sections(graph: &Graph, loss: ValueId) -> Table<NodeId, u32> {
+    let Some(root) = graph.producer(loss) else { return Table::new() };
+    let edges = || graph.nodes.iter().flat_map(|(user, n)| n.inputs.iter().filter_map(move |&v| graph.producer(v).map(|p| (p, user))));
+    let mut users: Table<NodeId, Vec<NodeId>> = Table::filled(graph.nodes.len(), Vec::new());
+    edges().for_each(|(producer, user)| users[producer].push(user));
+
+    // The nearest node that all paths to the loss go through, and how far the loss is from there in that tree.
+    let mut through: Table<NodeId, NodeId> = Table::filled(graph.nodes.len(), root);
+    let mut depth: Table<NodeId, u32> = Table::filled(graph.nodes.len(), 0);
+    for id in graph.nodes.ids().rev().filter(|&id| id != root) {
+        let meet = |mut a: NodeId, mut b: NodeId| {
+            while a != b {
+                if depth[a] < depth[b] { b = through[b] } else { a = through[a] }
+            }
+            a
+        };
+        through[id] = users[id].iter().copied().reduce(meet).unwrap_or(root);
+        depth[id] = depth[through[id]] + 1;
+    }
+
+    // An edge from w to u leaves every subtree that holds u but not w: those from u up to, and without, through[w].
+    let mut leaks: Table<NodeId, i64> = Table::filled(graph.nodes.len(), 0);
+    for (producer, user) in edges() {
+        leaks[user] += 1;
+        leaks[through[producer]] -= 1;
+    }
+    for id in graph.nodes.ids().filter(|&id| id != root) {
+        let below = leaks[id];
+        leaks[through[id]] += below;
+    }
+    let used_results =
+        |id: NodeId| graph.nodes[id].outputs.iter().filter(|&&v| users[id].iter().any(|&u| graph.nodes[u].inputs.contains(&v))).count();
+    let is_cut = |id: NodeId| id == root || (leaks[id] == 0 && used_results(id) == 1);
+
+    // The longest chain of cuts, each before the next; among equals the one whose first node stands first in the walk from the loss.
+    let mut chain: Table<NodeId, u32> = graph.nodes.map(|id, _| u32::from(is_cut(id)));
+    let mut best: Table<NodeId, Option<NodeId>> = Table::filled(graph.nodes.len(), None);
+    for id in graph.nodes.ids().filter(|&id| id != root) {
+        let up = through[id];
+        if best[up].is_none_or(|b| chain[id] > chain[b]) {
+            best[up] = Some(id);
+        }
+        let longest = best[up].map_or(0, |b| chain[b]);
+        chain[up] = u32::from(is_cut(up)) + longest;
+    }
+    let mut section: Table<NodeId, Option<u32>> = Table::filled(graph.nodes.len(), None);
+    let mut at = Some(root);
+    let mut last = chain[root];
+    while let Some(id) = at {
+        if is_cut(id) {
+            last -= 1;
+            section[id] = Some(last);
+        }
+        at = best[id];
+    }
+    for id in graph.nodes.ids().rev() {
+        if section[id].is_none() {
+            section[id] = section[through[id]];
+        }
+    }
+    section.map(|_, s| s.unwrap_or(0))
+}
+
+/// Longest run of sections that may be one layer.
+const MAX_PERIOD: usize = 512;
+
+/// The layer of each section, from what the sections look like and whether they have parameters.
+fn layers(shapes: &[u32], weighty: &[bool]) -> Vec<u32> {
+    let mut cuts = Vec::new();
+    fold(shapes, weighty, 0..shapes.len(), &mut cuts);
+    if cuts == [0..shapes.len()] {
+        cuts = (0..shapes.len()).map(|s| s..s + 1).collect();
+    }
+    let mut layer_of = Vec::with_capacity(shapes.len());
+    // A layer is closed when it and what follows it have parameters.
+    let (mut layer, mut has_weights) = (0, false);
+    for run in cuts {
+        let weights = weighty[run.clone()].contains(&true);
+        if has_weights && weights {
+            layer += 1;
+        }
+        has_weights |= weights;
+        layer_of.extend(run.map(|_| layer));
+    }
+    layer_of
+}
+
+/// Cuts a range of sections into layers: around and inside its best repetition, if it has one.
+fn fold(shapes: &[u32], weighty: &[bool], range: Range<usize>, out: &mut Vec<Range<usize>>) {
+    if range.is_empty() {
+        return;
+    }
+    let Some((start, period, times)) = repetition(&shapes[range.clone()], &weighty[range.clone()]) else {
+        return out.push(range);
+    };
+    let start = range.start + start;
+    fold(shapes, weighty, range.start..start, out);
+    for time in 0..times {
+        fold(shapes, weighty, start + time * period..start + (time + 1) * period, out);
+    }
+    fold(shapes, weighty, start + times * period..range.end, out);
+}
+
+/// Start, period and count of the repetition, of sections with parameters, that covers most; of those, the one with the shortest period; of those, the first.
+fn repetition(shapes: &[u32], weighty: &[bool]) -> Option<(usize, usize, usize)> {
+    let mut best: Option<(usize, usize, usize)> = None;
+    for period in 1..=(shapes.len() / 2).min(MAX_PERIOD) {
+        let mut run = 0;
+        for at in period..=shapes.len() {
+            if at < shapes.len() && shapes[at] == shapes[at - period] {
+                run += 1;
+                continue;
+            }
+            let (start, times) = (at - period - run, run / period + 1);
+            if times > 1 && weighty[start..start + period].contains(&true) && best.is_none_or(|(_, p, t)| times * period > p * t) {
+                best = Some((start, period, times));
+            }
+            run = 0;
+        }
+    }
+    best
+}

@@ -1,7 +1,7 @@
 use super::*;
 use crate::build::Builder;
 use crate::dtype::DType;
-use crate::entity::{DimId, ParamId};
+use crate::entity::{DimId, Id, ParamId};
 use crate::graph::{Def, Init};
 use crate::op::{Activation, Attention, Mask, Op, Spec};
 use crate::text::arbitrary::Rng;

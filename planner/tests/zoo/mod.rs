@@ -275,3 +275,22 @@ pub fn plan(graph: &Graph, degrees: Degrees, dice: &mut Dice) -> Plan {
     }
     plan
 }
+
+/// The textbook strategy (arXiv:1909.08053, arXiv:2205.05198): heads, feed-forward and vocabulary over all tensor-parallel axes, the sequence elsewhere.
+pub fn textbook(graph: &Graph, mesh: &Mesh, layer: u32) -> Vec<Assignment> {
+    let nodes = graph.forward_nodes().filter(|(_, n)| n.layer == layer);
+    let strategy = nodes.map(|(_, node)| {
+        let rule = node_rule(graph, node);
+        let sides = rule.ins.iter().chain(rule.outs.iter().map(|(l, _)| l)).zip(node.inputs.iter().chain(&node.outputs));
+        let letters: Vec<(char, &str)> = sides
+            .flat_map(|(labels, &v)| labels.iter().zip(&graph.values[v].ty.dims).map(|(&l, &d)| (l, graph.dims[d].name.as_str())))
+            .filter(|(l, _)| rule.factor(*l).is_some_and(|f| f.split != Split::Whole))
+            .collect();
+        let mut assignment = Assignment::default();
+        if let Some(&(label, _)) = ["e", "g", "f", "v", "s"].iter().find_map(|name| letters.iter().find(|(_, n)| n == name)) {
+            assignment.assign(label, mesh.tp());
+        }
+        assignment
+    });
+    strategy.collect()
+}

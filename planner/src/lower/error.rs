@@ -49,8 +49,8 @@ pub enum LowerError {
     Batch { plan: u64, graph: u64 },
     #[error("{what} is 0, expected at least 1")]
     Zero { what: &'static str },
-    #[error("dp {dp} and tp {tp} need more mesh axes than there are")]
-    MeshTooDeep { dp: u64, tp: u64 },
+    #[error("{what} is {found}, expected at most {most}")]
+    TooLarge { what: &'static str, found: u64, most: u64 },
     #[error("ZeRO stage {found}, expected 0 to 3")]
     ZeroStage { found: u8 },
     #[error("the homes of tied parameter `{param}` have different ZeRO stages")]

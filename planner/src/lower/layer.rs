@@ -175,8 +175,12 @@ impl Layer<'_, '_> {
         let sides = rule.ins.iter().chain(rule.outs.iter().map(|(l, _)| l)).zip(node.inputs.iter().chain(&node.outputs));
         for (labels, value) in sides {
             if let Some(at) = (0..labels.len()).find(|&at| is_batch(value, at)) {
+                let (label, dp) = (labels[at], self.at.mesh.dp());
+                if !dp.is_empty() && rule.factor(label).is_some_and(|f| f.split == Split::Whole) {
+                    return Err(LowerError::WholeFactor { node: name(), label });
+                }
                 // The first axis is data-parallel, so it stays major.
-                assignment.assign(labels[at], self.at.mesh.dp());
+                assignment.assign(label, dp);
                 break;
             }
         }

@@ -7,7 +7,7 @@ use crate::padding;
 use dplan_ir::entity::{DimId, FormId, NodeId, ParamId, Table, ValueId};
 use dplan_ir::extent::node_rule;
 use dplan_ir::graph::{Graph, Node, Phase};
-use dplan_ir::mesh::{AxisSet, MAX_AXES, Mesh};
+use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::op::Op;
 use dplan_ir::plan::{LayerPlan, Plan};
 use dplan_ir::sharded::{Sharded, Stmt};
@@ -190,16 +190,17 @@ pub fn plan_padding(graph: &Graph, mesh: &Mesh, plan: &Plan) -> Result<Padded, L
     Ok(padding::padded(graph, mesh, seen))
 }
 
+/// No degree of a plan is larger; a mesh then has fewer than 32 axes, since each is a prime factor.
+const MOST: u64 = 1 << 24;
+
 /// Whether the plan's numbers fit together and fit the graph.
 fn check(graph: &Graph, plan: &Plan) -> Result<(), LowerError> {
-    for (what, n) in [("dp", plan.dp), ("tp", plan.tp), ("micro_batch", plan.micro_batch), ("micro_batches", plan.micro_batches)] {
-        if n == 0 {
-            return Err(LowerError::Zero { what });
+    for (what, found) in [("dp", plan.dp), ("tp", plan.tp), ("micro_batch", plan.micro_batch), ("micro_batches", plan.micro_batches)] {
+        match found {
+            0 => return Err(LowerError::Zero { what }),
+            1..=MOST => {}
+            _ => return Err(LowerError::TooLarge { what, found, most: MOST }),
         }
-    }
-    // An axis is a prime factor, so at least 2.
-    if Mesh::new(plan.dp, plan.tp).axes.len() > MAX_AXES {
-        return Err(LowerError::MeshTooDeep { dp: plan.dp, tp: plan.tp });
     }
     let layers = graph.layer_count();
     if plan.layers.len() != layers as usize {

@@ -7,9 +7,9 @@
 //! | 2 | reduce-scatter in the ring, add to own piece | | own piece | all-gather in place |
 //! | 3 | the same | | own piece | |
 //!
-//! Sums over tensor-parallel axes that are still pending come with the all-reduce, or are done on the piece at the end. A parameter with homes on several
-//! stages is summed over them at the start of the update: every stage has then done all its passes, so nobody waits in the midst of them. It counts
-//! once in the norm, at its first home, and all homes make the same update.
+//! Where only pieces are summed, what is still pending over tensor-parallel axes comes at the start of the update: the compute stream, on which those ranks
+//! talk, would else wait for the scatter in the midst of the backward pass. A parameter with homes on several stages is summed over them there too: every stage
+//! has then done all its passes, so nobody waits in the midst of them. It counts once in the norm, at its first home, and all homes make the same update.
 
 use super::arena::{Arena, Home};
 use super::passes::Body;
@@ -45,13 +45,8 @@ pub(super) fn reduce(body: &mut Body<'_>, layer: usize) {
         let grad = home.roles[&Role::Grad];
         match home.zero.0 {
             0 if bucket.tied.is_empty() => body.flat(Pattern::AllReduce, bucket.partial, grad, grad),
-            0 => {}
-            zero => {
-                if zero == 1 {
-                    body.flat(Pattern::ReduceScatter, dp, grad, home.own_grad);
-                }
-                body.flat(Pattern::AllReduce, bucket.partial.minus(dp), home.own_grad, home.own_grad);
-            }
+            1 => body.flat(Pattern::ReduceScatter, dp, grad, home.own_grad),
+            _ => {}
         }
     }
 }
@@ -59,7 +54,7 @@ pub(super) fn reduce(body: &mut Body<'_>, layer: usize) {
 /// What follows the last backward pass.
 pub(super) fn update(body: &mut Body<'_>) {
     loss(body);
-    tied(body);
+    pending(body);
     let scale = norm(body);
     let (arena, dp) = (body.arena, body.stage.mesh().dp());
     for home in &arena.homes {
@@ -84,15 +79,18 @@ fn loss(body: &mut Body<'_>) {
     }
 }
 
-fn tied(body: &mut Body<'_>) {
-    let arena = body.arena;
+/// What the backward pass left pending.
+fn pending(body: &mut Body<'_>) {
+    let (arena, dp) = (body.arena, body.stage.mesh().dp());
     for home in &arena.homes {
         let bucket = bucket(arena, home);
-        if !bucket.tied.is_empty() {
-            // At ZeRO 0 nothing has been summed yet.
-            let axes = if home.zero.0 == 0 { bucket.partial } else { AxisSet::EMPTY };
-            body.flat_across(Pattern::AllReduce, axes, bucket.tied.clone(), home.own_grad, home.own_grad);
-        }
+        // At ZeRO 0 a shared parameter has not been summed at all, others have completely.
+        let axes = match home.zero.0 {
+            0 if bucket.tied.is_empty() => continue,
+            0 => bucket.partial,
+            _ => bucket.partial.minus(dp),
+        };
+        body.flat_across(Pattern::AllReduce, axes, bucket.tied.clone(), home.own_grad, home.own_grad);
     }
 }
 

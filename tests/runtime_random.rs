@@ -142,25 +142,3 @@ fn the_same_plan_run_twice_is_bitwise_equal() {
         assert!(first == bits(Order::Eager) && first == bits(Order::Seeded(seed)), "{}", case.what);
     }
 }
-
-#[test]
-#[ignore]
-fn dbg() {
-    for seed in 0..200 {
-        for order in [Order::Eager, Order::Seeded(seed)] {
-            let r = std::panic::catch_unwind(|| check(seed, order));
-            if let Err(e) = r { eprintln!("XX {order:?} {}", e.downcast_ref::<String>().unwrap()); }
-        }
-    }
-}
-
-#[test]
-#[ignore]
-fn dbg2() {
-    for seed in [41, 60, 87, 178, 3, 4, 5] {
-        let case = case(seed);
-        let errors = dplan_ir::verify::program::program(&case.graph, &case.program);
-        eprintln!("XX {seed} {}", errors.len());
-        for e in errors.iter().take(4) { eprintln!("XX   {e}"); }
-    }
-}

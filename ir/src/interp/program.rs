@@ -200,12 +200,12 @@ impl<'a> ProgramRun<'a> {
             Needs::Nothing => Some(vec![(rank, stream)]),
             Needs::Done(of, position) => (now.done[rank][of] > position).then(|| vec![(rank, stream)]),
             Needs::Meet(number) => {
-                let mine = meeting(self.stage_index(rank as u64) as u32, &self.instr(rank as u64, step));
+                let mine = meeting(self.stage_index(rank as u64) as u32, self.instr(rank as u64, step));
                 let at = |member: u64| {
                     (0..Stream::ALL.len()).find_map(|s| {
-                        let head = self.head((member as usize, s), now)?;
-                        let theirs = meeting(self.stage_index(member) as u32, &self.instr(member, head));
-                        (head.needs == Needs::Meet(number) && theirs == mine).then_some((member as usize, s))
+                        let head = self.head((member as usize, s), now).filter(|head| head.needs == Needs::Meet(number))?;
+                        let theirs = meeting(self.stage_index(member) as u32, self.instr(member, head));
+                        (theirs == mine).then_some((member as usize, s))
                     })
                 };
                 self.members(rank as u64, step).into_iter().map(at).collect()
@@ -217,11 +217,11 @@ impl<'a> ProgramRun<'a> {
     fn members(&self, rank: u64, step: Step) -> Vec<u64> {
         let (ranks, local) = (self.program.mesh.ranks(), self.local(rank));
         match self.instr(rank, step) {
-            Instr::Send { to, .. } => vec![rank, u64::from(to) * ranks + local],
-            Instr::Recv { from, .. } => vec![u64::from(from) * ranks + local, rank],
+            &Instr::Send { to, .. } => vec![rank, u64::from(to) * ranks + local],
+            &Instr::Recv { from, .. } => vec![u64::from(from) * ranks + local, rank],
             Instr::Collective { axes, stages, .. } => {
-                let stages = if stages.is_empty() { vec![self.stage_index(rank) as u32] } else { stages };
-                let group = self.program.mesh.group(local, axes);
+                let stages = if stages.is_empty() { vec![self.stage_index(rank) as u32] } else { stages.clone() };
+                let group = self.program.mesh.group(local, *axes);
                 stages.iter().flat_map(|&s| group.iter().map(move |&l| u64::from(s) * ranks + l)).collect()
             }
             _ => vec![rank],
@@ -238,9 +238,9 @@ impl<'a> ProgramRun<'a> {
         let (rank, m, scalars) = (at.0 as u64, step.micro_batch, now.scalars);
         match self.instr(rank, step) {
             Instr::Run { node, ins, outs, write, .. } => {
-                let node = &self.graph.nodes[node];
+                let node = &self.graph.nodes[*node];
                 let shardings = |buffers: &[BufferId]| buffers.iter().map(|&b| self.sharding(rank, b)).collect::<Vec<_>>();
-                let (of_ins, of_outs) = (shardings(&ins), shardings(&outs));
+                let (of_ins, of_outs) = (shardings(ins), shardings(outs));
                 let seat = Seat { mesh: &self.program.mesh, padded: &self.program.padded, local_rank: self.local(rank) };
                 let (i, o) = (of_ins.iter().collect::<Vec<_>>(), of_outs.iter().collect::<Vec<_>>());
                 let ctx = context(self.graph, node, &i, &o, seat, scalars.inv_tokens);
@@ -254,7 +254,7 @@ impl<'a> ProgramRun<'a> {
                     }
                 }
             }
-            Instr::Input { dst } => {
+            &Instr::Input { dst } => {
                 if let Content::Value { value, sharding } = &self.buffer(rank, dst).content {
                     let at = self.graph.inputs.iter().position(|v| v == value).unwrap_or(0);
                     let padded = pad(&now.inputs[m as usize][at], self.graph, *value, &self.program.padded);
@@ -262,27 +262,28 @@ impl<'a> ProgramRun<'a> {
                     self.write(rank, dst, m, &data);
                 }
             }
-            Instr::Slice { src, dst, axes, dim } => {
+            &Instr::Slice { src, dst, axes, dim } => {
                 let (at, ways) = (self.program.mesh.position(self.local(rank), axes), self.program.mesh.size(axes));
                 let part = narrow(&self.tensor(rank, src, m), dim as usize, at, ways);
                 self.write(rank, dst, m, &part.data);
             }
             Instr::Collective { pattern, axes, stages, dim, monoid, .. } => {
+                let (dim, monoid) = (*dim as usize, *monoid);
                 let end = |&at: &(usize, usize)| {
                     let step = self.head(at, now)?;
                     match self.instr(at.0 as u64, step) {
-                        Instr::Collective { src, dst, .. } => Some((at.0 as u64, src, dst, step.micro_batch)),
+                        Instr::Collective { src, dst, .. } => Some((at.0 as u64, *src, *dst, step.micro_batch)),
                         _ => None,
                     }
                 };
                 let ends: Vec<_> = members.iter().filter_map(end).collect();
                 let blocks: Vec<Tensor> = ends.iter().map(|&(member, src, _, m)| self.tensor(member, src, m)).collect();
                 let blocks: Vec<&Tensor> = blocks.iter().collect();
-                let ways = self.program.mesh.size(axes) * stages.len().max(1) as u64;
+                let ways = self.program.mesh.size(*axes) * stages.len().max(1) as u64;
                 let result = |position: u64| match pattern {
                     Pattern::AllReduce => reduce(&blocks, monoid),
-                    Pattern::ReduceScatter => narrow(&reduce(&blocks, monoid), dim as usize, position, ways),
-                    Pattern::AllGather => concat(&blocks, dim as usize),
+                    Pattern::ReduceScatter => narrow(&reduce(&blocks, monoid), dim, position, ways),
+                    Pattern::AllGather => concat(&blocks, dim),
                 };
                 let results: Vec<Tensor> = (0..ends.len() as u64).map(result).collect();
                 for (&(member, _, dst, m), result) in ends.iter().zip(results) {
@@ -292,35 +293,35 @@ impl<'a> ProgramRun<'a> {
             Instr::Send { .. } | Instr::Recv { .. } => {
                 let (from, to) = (members[0], members[1]);
                 if let (Some(send), Some(recv)) = (self.head(from, now), self.head(to, now))
-                    && let (Instr::Send { src, .. }, Instr::Recv { dst, .. }) = (self.instr(from.0 as u64, send), self.instr(to.0 as u64, recv))
+                    && let (&Instr::Send { src, .. }, &Instr::Recv { dst, .. }) = (self.instr(from.0 as u64, send), self.instr(to.0 as u64, recv))
                 {
                     let data = self.read(from.0 as u64, src, send.micro_batch);
                     self.write(to.0 as u64, dst, recv.micro_batch, &data);
                 }
             }
-            Instr::Zero { dst } => {
+            &Instr::Zero { dst } => {
                 let buffer = self.buffer(rank, dst);
                 let zeros = vec![0.0; (buffer.bytes / buffer.dtype.size()) as usize];
                 self.write(rank, dst, m, &zeros);
             }
-            Instr::AddInto { src, dst } => {
+            &Instr::AddInto { src, dst } => {
                 let data = self.read(rank, src, m);
                 self.add(rank, dst, m, &data);
             }
-            Instr::SquareSum { src, dst, once } => {
+            &Instr::SquareSum { src, dst, once } => {
                 if self.program.mesh.position(self.local(rank), once) == 0 {
                     let sum = self.read(rank, src, m).iter().map(|x| x * x).sum::<f64>();
                     self.add(rank, dst, m, &[sum]);
                 }
             }
-            Instr::ClipScale { src, dst } => {
+            &Instr::ClipScale { src, dst } => {
                 let norm = self.read(rank, src, m)[0].sqrt();
                 self.write(rank, dst, m, &[clip_scale(norm, scalars.hyper.clip)]);
             }
             Instr::Update { state, grad, moments, param, scale } => {
                 let scale = scale.map_or(1.0, |b| self.read(rank, b, m)[0]);
-                let grad = self.read(rank, grad, m);
-                let mut values = self.read(rank, state, m);
+                let grad = self.read(rank, *grad, m);
+                let mut values = self.read(rank, *state, m);
                 let mut of: Vec<Vec<f64>> = moments.iter().map(|&b| self.read(rank, b, m)).collect();
                 for (i, p) in values.iter_mut().enumerate() {
                     let g = grad[i] * scale;
@@ -331,7 +332,7 @@ impl<'a> ProgramRun<'a> {
                     }
                 }
                 moments.iter().zip(&of).for_each(|(&b, data)| self.write(rank, b, m, data));
-                [state].into_iter().chain(param).for_each(|b| self.write(rank, b, m, &values));
+                [state].into_iter().chain(param).for_each(|&b| self.write(rank, b, m, &values));
             }
             Instr::Record(_) | Instr::Wait(_) => {}
         }
@@ -346,8 +347,8 @@ impl<'a> ProgramRun<'a> {
     fn local(&self, rank: u64) -> u64 {
         rank % self.program.mesh.ranks()
     }
-    fn instr(&self, rank: u64, step: Step) -> Instr {
-        self.stage(rank).segments[step.segment].body[step.at].instr.clone()
+    fn instr(&self, rank: u64, step: Step) -> &'a Instr {
+        &self.stage(rank).segments[step.segment].body[step.at].instr
     }
     fn buffer(&self, rank: u64, id: BufferId) -> &'a Buffer {
         &self.stage(rank).buffers[id]

@@ -2,6 +2,7 @@
 //! file that a person edited it is that person's.
 
 pub mod graph;
+pub mod mutate;
 mod node;
 pub mod program;
 pub mod report;

@@ -41,6 +41,8 @@ mod tests;
 mod totals;
 mod types;
 
+pub(super) use structure::buffers_of;
+
 use std::collections::BTreeSet;
 use std::fmt;
 

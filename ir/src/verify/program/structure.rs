@@ -369,6 +369,9 @@ impl Checker<'_> {
                 );
             }
             match segment.kind {
+                SegmentKind::Begin | SegmentKind::Update if call.micro_batch != 0 => {
+                    self.fault(format!("call {at}: {} is called for micro-batch {}, expected 0", call.segment, call.micro_batch));
+                }
                 SegmentKind::Begin | SegmentKind::Update => {}
                 SegmentKind::Forward => passes[call.micro_batch as usize][0] += 1,
                 SegmentKind::Backward | SegmentKind::BackwardLast => passes[call.micro_batch as usize][1] += 1,
@@ -386,7 +389,7 @@ impl Checker<'_> {
 }
 
 /// Every buffer an instruction names.
-pub(super) fn buffers_of(instr: &Instr) -> Vec<BufferId> {
+pub fn buffers_of(instr: &Instr) -> Vec<BufferId> {
     match instr {
         Instr::Run { ins, outs, scratch, .. } => ins.iter().chain(outs).chain(scratch).copied().collect(),
         Instr::Input { dst } | Instr::Zero { dst } | Instr::Recv { dst, .. } => vec![*dst],

@@ -250,6 +250,9 @@ impl Types<'_> {
             (Content::Scalar(a), Content::Scalar(b)) if a == b && pattern == Pattern::AllReduce && *a != Scalar::ClipScale => Ok(()),
             (a @ Content::Member { role: Role::Grad, .. }, b) if a == b && pattern == Pattern::AllReduce => Ok(()),
             (&Content::Flat { bucket, role, pieces: from }, &Content::Flat { bucket: b, role: r, pieces: to }) if (bucket, role) == (b, r) => {
+                if matches!(step, Step::ReduceScatter { dim, .. } | Step::AllGather { dim, .. } if dim != 0) {
+                    return fault(src, "a flat buffer has dim 0 only");
+                }
                 if pattern != Pattern::AllGather && role != Role::Grad {
                     return fault(src, "only gradients are reduced");
                 }

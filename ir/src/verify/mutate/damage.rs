@@ -1,0 +1,361 @@
+//! Damage: what a compiler, or a person with an editor, can get wrong.
+
+use super::{Cut, show};
+use crate::mesh::AxisSet;
+use crate::program::{ALIGN, Channel, Instr, Pattern, Program, Stream, Write};
+use crate::sharding::Monoid;
+
+/// Kinds of damage.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Damage {
+    DropRun,
+    DropCollective,
+    DropMessage,
+    DropZero,
+    DropAddInto,
+    DropSquareSum,
+    DropUpdate,
+    DropRecord,
+    DropWait,
+    RepeatCollective,
+    RepeatMessage,
+    RepeatAccumulation,
+    RepeatUpdate,
+    SwapNeighbours,
+    SwapCollectives,
+    WrongPeer,
+    WrongChannel,
+    WrongPattern,
+    WrongDim,
+    WrongMonoid,
+    FewerAxes,
+    MoreAxes,
+    WithoutStages,
+    SetForAdd,
+    AddForSet,
+    CountOften,
+    CountRarely,
+    WithoutClip,
+    WrongMoment,
+    WrongOperand,
+    WrongResult,
+    WrongNode,
+    OtherStream,
+    AliasBuffer,
+    MoveBuffer,
+    ShortenBuffer,
+    FewerSlots,
+    NarrowSlots,
+    WholeForPiece,
+    WrongPartial,
+    Untie,
+    ShiftMember,
+    DropCall,
+    RepeatCall,
+    SwapCalls,
+    WrongMicroBatch,
+    SmallerArena,
+}
+
+impl Damage {
+    pub const ALL: [Damage; 47] = [
+        Damage::DropRun,
+        Damage::DropCollective,
+        Damage::DropMessage,
+        Damage::DropZero,
+        Damage::DropAddInto,
+        Damage::DropSquareSum,
+        Damage::DropUpdate,
+        Damage::DropRecord,
+        Damage::DropWait,
+        Damage::RepeatCollective,
+        Damage::RepeatMessage,
+        Damage::RepeatAccumulation,
+        Damage::RepeatUpdate,
+        Damage::SwapNeighbours,
+        Damage::SwapCollectives,
+        Damage::WrongPeer,
+        Damage::WrongChannel,
+        Damage::WrongPattern,
+        Damage::WrongDim,
+        Damage::WrongMonoid,
+        Damage::FewerAxes,
+        Damage::MoreAxes,
+        Damage::WithoutStages,
+        Damage::SetForAdd,
+        Damage::AddForSet,
+        Damage::CountOften,
+        Damage::CountRarely,
+        Damage::WithoutClip,
+        Damage::WrongMoment,
+        Damage::WrongOperand,
+        Damage::WrongResult,
+        Damage::WrongNode,
+        Damage::OtherStream,
+        Damage::AliasBuffer,
+        Damage::MoveBuffer,
+        Damage::ShortenBuffer,
+        Damage::FewerSlots,
+        Damage::NarrowSlots,
+        Damage::WholeForPiece,
+        Damage::WrongPartial,
+        Damage::Untie,
+        Damage::ShiftMember,
+        Damage::DropCall,
+        Damage::RepeatCall,
+        Damage::SwapCalls,
+        Damage::WrongMicroBatch,
+        Damage::SmallerArena,
+    ];
+
+    /// The program with one such damage, and where it is; `None` if the program has no place for it.
+    pub fn apply(self, program: &Program, pick: u64) -> Option<(Program, String)> {
+        let mut program = program.clone();
+        let at = Cut { program: &mut program, pick }.damage(self)?;
+        Some((program, at))
+    }
+}
+
+impl Cut<'_> {
+    fn damage(&mut self, damage: Damage) -> Option<String> {
+        let ranked = self.program.mesh.ids().filter(|&a| self.program.mesh.axis(a).size > 1).collect::<AxisSet>();
+        let stages = self.program.stages.len() as u32;
+        let accumulates = |i: &Instr| matches!(i, Instr::AddInto { .. } | Instr::SquareSum { .. } | Instr::Run { write: Write::Add, .. });
+        match damage {
+            Damage::DropRun => self.drop(|i| matches!(i, Instr::Run { .. } | Instr::Input { .. } | Instr::Slice { .. })),
+            Damage::DropCollective => self.drop(|i| matches!(i, Instr::Collective { .. })),
+            Damage::DropMessage => self.drop(|i| matches!(i, Instr::Send { .. } | Instr::Recv { .. })),
+            Damage::DropZero => self.drop(|i| matches!(i, Instr::Zero { .. })),
+            Damage::DropAddInto => self.drop(|i| matches!(i, Instr::AddInto { .. })),
+            Damage::DropSquareSum => self.drop(|i| matches!(i, Instr::SquareSum { .. } | Instr::ClipScale { .. })),
+            Damage::DropUpdate => self.drop(|i| matches!(i, Instr::Update { .. })),
+            Damage::DropRecord => self.drop(|i| matches!(i, Instr::Record(_))),
+            Damage::DropWait => self.drop(|i| matches!(i, Instr::Wait(_))),
+            Damage::RepeatCollective => self.repeat(|i| matches!(i, Instr::Collective { .. })),
+            Damage::RepeatMessage => self.repeat(|i| matches!(i, Instr::Send { .. } | Instr::Recv { .. })),
+            Damage::RepeatAccumulation => self.repeat(accumulates),
+            Damage::RepeatUpdate => self.repeat(|i| matches!(i, Instr::Update { .. })),
+            Damage::SwapNeighbours => self.swap(|_, _| true),
+            Damage::SwapCollectives => self.swap(|a, b| matches!((a, b), (Instr::Collective { .. }, Instr::Collective { .. }))),
+            Damage::WrongPeer => self.edit(|i| match i {
+                Instr::Send { to: peer, .. } | Instr::Recv { from: peer, .. } if stages > 2 => {
+                    *peer = (*peer + 1) % stages;
+                    true
+                }
+                _ => false,
+            }),
+            Damage::WrongChannel => self.edit(|i| match i {
+                Instr::Send { channel, .. } | Instr::Recv { channel, .. } => {
+                    *channel = if *channel == Channel::Forward { Channel::Backward } else { Channel::Forward };
+                    true
+                }
+                _ => false,
+            }),
+            Damage::WrongPattern => self.edit(|i| match i {
+                Instr::Collective { pattern, .. } => {
+                    *pattern = if *pattern == Pattern::AllGather { Pattern::AllReduce } else { Pattern::AllGather };
+                    true
+                }
+                _ => false,
+            }),
+            Damage::WrongDim => self.edit(|i| match i {
+                Instr::Collective { dim, pattern: Pattern::ReduceScatter | Pattern::AllGather, .. } | Instr::Slice { dim, .. } => {
+                    *dim = if *dim == 0 { 1 } else { *dim - 1 };
+                    true
+                }
+                _ => false,
+            }),
+            Damage::WrongMonoid => self.edit(|i| match i {
+                Instr::Collective { monoid, pattern: Pattern::AllReduce | Pattern::ReduceScatter, .. } => {
+                    *monoid = if *monoid == Monoid::Sum { Monoid::Max } else { Monoid::Sum };
+                    true
+                }
+                _ => false,
+            }),
+            Damage::FewerAxes => self.edit(|i| match i {
+                Instr::Collective { axes, .. } | Instr::Slice { axes, .. } => match axes.iter().next() {
+                    Some(first) => {
+                        *axes = axes.minus(AxisSet::one(first));
+                        true
+                    }
+                    None => false,
+                },
+                _ => false,
+            }),
+            Damage::MoreAxes => self.edit(|i| match i {
+                Instr::Collective { axes, .. } | Instr::Slice { axes, .. } => match ranked.minus(*axes).iter().next() {
+                    Some(first) => {
+                        *axes = axes.union(AxisSet::one(first));
+                        true
+                    }
+                    None => false,
+                },
+                _ => false,
+            }),
+            Damage::WithoutStages => self.edit(|i| match i {
+                Instr::Collective { stages, axes, .. } if !stages.is_empty() && !axes.is_empty() => {
+                    stages.clear();
+                    true
+                }
+                _ => false,
+            }),
+            Damage::SetForAdd => self.edit(|i| match i {
+                Instr::Run { write, .. } if *write == Write::Add => {
+                    *write = Write::Set;
+                    true
+                }
+                _ => false,
+            }),
+            Damage::AddForSet => self.edit(|i| match i {
+                Instr::Run { write, .. } if *write == Write::Set => {
+                    *write = Write::Add;
+                    true
+                }
+                _ => false,
+            }),
+            Damage::CountOften => self.edit(|i| match i {
+                Instr::SquareSum { once, .. } => match once.and(ranked).iter().next() {
+                    Some(axis) => {
+                        *once = once.minus(AxisSet::one(axis));
+                        true
+                    }
+                    None => false,
+                },
+                _ => false,
+            }),
+            Damage::CountRarely => self.edit(|i| match i {
+                Instr::SquareSum { once, .. } => match ranked.minus(*once).iter().next() {
+                    Some(axis) => {
+                        *once = once.union(AxisSet::one(axis));
+                        true
+                    }
+                    None => false,
+                },
+                _ => false,
+            }),
+            Damage::WithoutClip => self.edit(|i| match i {
+                Instr::Update { scale, .. } => scale.take().is_some(),
+                _ => false,
+            }),
+            Damage::WrongMoment => self.edit(|i| match i {
+                Instr::Update { moments, .. } if moments.len() > 1 => {
+                    moments.reverse();
+                    true
+                }
+                _ => false,
+            }),
+            Damage::WrongOperand => self.redirect(|i| match i {
+                Instr::Run { ins, .. } => ins.first_mut(),
+                Instr::Send { src, .. }
+                | Instr::Slice { src, .. }
+                | Instr::Collective { src, .. }
+                | Instr::AddInto { src, .. }
+                | Instr::SquareSum { src, .. }
+                | Instr::ClipScale { src, .. } => Some(src),
+                Instr::Update { grad, .. } => Some(grad),
+                _ => None,
+            }),
+            Damage::WrongResult => self.redirect(|i| match i {
+                Instr::Run { outs, .. } => outs.first_mut(),
+                Instr::Input { dst }
+                | Instr::Recv { dst, .. }
+                | Instr::Zero { dst }
+                | Instr::Slice { dst, .. }
+                | Instr::Collective { dst, .. }
+                | Instr::AddInto { dst, .. }
+                | Instr::SquareSum { dst, .. } => Some(dst),
+                Instr::Update { state, .. } => Some(state),
+                _ => None,
+            }),
+            Damage::WrongNode => self.edit(|i| match i {
+                Instr::Run { node, .. } if node.0 > 0 => {
+                    node.0 -= 1;
+                    true
+                }
+                _ => false,
+            }),
+            Damage::OtherStream => {
+                let site = self.site(|i| !matches!(i, Instr::Wait(_) | Instr::Record(_)))?;
+                let issue = self.issue(site);
+                issue.stream = if issue.stream == Stream::Compute { Stream::Comm } else { Stream::Compute };
+                Some(show(site))
+            }
+            Damage::AliasBuffer => self.buffer(|buffer, others| {
+                let same = others.iter().filter(|b| b.bytes >= buffer.bytes && b.offset != buffer.offset);
+                let target = same.min_by_key(|b| b.offset.abs_diff(buffer.offset)).map(|b| b.offset);
+                target.is_some_and(|offset| {
+                    buffer.offset = offset;
+                    true
+                })
+            }),
+            Damage::MoveBuffer => self.buffer(|buffer, _| {
+                buffer.offset += ALIGN;
+                true
+            }),
+            Damage::ShortenBuffer => self.buffer(|buffer, _| {
+                buffer.bytes = buffer.bytes.saturating_sub(buffer.dtype.size());
+                true
+            }),
+            Damage::FewerSlots => self.buffer(|buffer, _| {
+                buffer.slots -= 1;
+                buffer.slots > 0
+            }),
+            Damage::NarrowSlots => self.buffer(|buffer, _| {
+                buffer.slot_stride = buffer.slot_stride.saturating_sub(ALIGN);
+                buffer.slots > 1
+            }),
+            Damage::WholeForPiece => self.buffer(|buffer, _| {
+                let was = buffer.piece_axes;
+                buffer.piece_axes = AxisSet::EMPTY;
+                !was.is_empty()
+            }),
+            Damage::WrongPartial => self.bucket(|bucket, _| {
+                let axis = ranked.iter().next();
+                axis.is_some_and(|axis| {
+                    bucket.partial = AxisSet(bucket.partial.0 ^ AxisSet::one(axis).0);
+                    true
+                })
+            }),
+            Damage::Untie => self.bucket(|bucket, _| !std::mem::take(&mut bucket.tied).is_empty()),
+            Damage::ShiftMember => self.bucket(|bucket, pick| {
+                let at = pick as usize % bucket.members.len().max(1);
+                bucket.members.get_mut(at).is_some_and(|member| {
+                    member.offset += 1;
+                    true
+                })
+            }),
+            Damage::DropCall => {
+                let (stage, at) = self.call(0)?;
+                self.program.stages[stage].schedule.remove(at);
+                Some(format!("stage {stage} call {at}"))
+            }
+            Damage::RepeatCall => {
+                let (stage, at) = self.call(0)?;
+                let call = self.program.stages[stage].schedule[at];
+                self.program.stages[stage].schedule.insert(at, call);
+                Some(format!("stage {stage} call {at}"))
+            }
+            Damage::SwapCalls => {
+                let (stage, at) = self.call(1)?;
+                self.program.stages[stage].schedule.swap(at, at + 1);
+                Some(format!("stage {stage} calls {at} and {}", at + 1))
+            }
+            Damage::WrongMicroBatch => {
+                let (stage, at) = self.call(0)?;
+                let count = self.program.micro_batches;
+                let call = &mut self.program.stages[stage].schedule[at];
+                call.micro_batch = (call.micro_batch + 1) % count;
+                (count > 1).then(|| format!("stage {stage} call {at}"))
+            }
+            Damage::SmallerArena => {
+                let stage = self.draw(self.program.stages.len())?;
+                let stage_program = &mut self.program.stages[stage];
+                stage_program.arena_bytes -= ALIGN;
+                if let Some(last) = stage_program.regions.iter_mut().rev().find(|r| r.bytes >= ALIGN) {
+                    last.bytes -= ALIGN;
+                }
+                Some(format!("stage {stage}"))
+            }
+        }
+    }
+}

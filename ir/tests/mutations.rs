@@ -1,0 +1,164 @@
+//! Damaged programs are rejected without being run; rewritten ones are accepted.
+//!
+//! Damage can by luck leave a program right. So: whatever the verifier accepts must compute what the undamaged program computes, in every order of streams tried.
+
+mod cases;
+mod naive;
+
+use std::collections::BTreeMap;
+
+use dplan_ir::grad::differentiate;
+use dplan_ir::graph::Graph;
+use dplan_ir::interp::Tensor;
+use dplan_ir::interp::program::ProgramRun;
+use dplan_ir::optimizer::{Hyper, Optimizer, StepScalars};
+use dplan_ir::program::{Program, Role};
+use dplan_ir::verify::mutate::{Damage, Rewrite};
+use dplan_ir::verify::program::verify_program;
+use naive::{Shape, lower};
+
+struct Subject {
+    what: String,
+    graph: Graph,
+    program: Program,
+    case: cases::Case,
+}
+
+fn subjects() -> Vec<Subject> {
+    let base = Shape { dp: 1, tp: 1, pp: 1, micro_batches: 2, zero: 0, one_f_one_b: true, optimizer: Optimizer::AdamW, seed: 5 };
+    let shapes = [
+        (1, Shape { dp: 2, tp: 2, pp: 2, micro_batches: 3, zero: 0, ..base }),
+        (0, Shape { dp: 2, tp: 2, zero: 1, ..base }),
+        (1, Shape { dp: 2, pp: 2, zero: 2, one_f_one_b: false, ..base }),
+        (2, Shape { dp: 2, tp: 2, zero: 3, optimizer: Optimizer::Sgd, ..base }),
+        (1, Shape { tp: 2, pp: 3, micro_batches: 4, ..base }),
+    ];
+    let subject = |(number, shape): (usize, Shape)| {
+        let case = cases::all().remove(number);
+        let mut forward = case.graph.clone();
+        forward.set_batch(shape.dp);
+        let graph = differentiate(&forward).unwrap_or_else(|why| panic!("{why}"));
+        let program = lower(&graph, shape);
+        Subject { what: format!("{} as {shape:?}", case.graph.name), graph, program, case }
+    };
+    shapes.into_iter().map(subject).collect()
+}
+
+/// Loss, norm and parameters after two steps; `None` if the ranks get stuck or disagree.
+fn trained(subject: &Subject, program: &Program, seed: u64) -> Option<Vec<f64>> {
+    let graph = &subject.graph;
+    let mut run = ProgramRun::new(graph, program, seed);
+    subject.case.params.iter().for_each(|(p, value)| run.set_param(p, value));
+    let hyper = Hyper { lr: 0.05, beta1: 0.9, beta2: 0.95, eps: 1e-2, weight_decay: 0.01, momentum: 0.8, clip: 0.5 };
+    let mut numbers = Vec::new();
+    for step in 1..=2 {
+        let input = |m: u64, k: u64| {
+            let shape = graph.shape(graph.inputs[k as usize]);
+            Tensor::from_fn(&shape, |i| ((i[0] * 5 + i[1] * 3 + i[1] * i[1] + m * 3 + k * 2 + step) % 7) as f64)
+        };
+        let inputs: Vec<Vec<Tensor>> = (0..program.micro_batches).map(|m| vec![input(m, 0), input(m, 1)]).collect();
+        let report = run.step(&inputs, &StepScalars { hyper, step, inv_tokens: 0.03 }).ok()?;
+        numbers.extend([report.loss, report.grad_norm.unwrap_or(0.0)]);
+    }
+    for (param, _) in graph.params.iter() {
+        numbers.extend(run.state(param, Role::Param).ok()?.data);
+    }
+    Some(numbers)
+}
+
+fn alike(a: &[f64], b: &[f64]) -> bool {
+    a.iter().zip(b).all(|(x, y)| (x - y).abs() <= 1e-9 * y.abs().max(1.0))
+}
+
+/// Damage of these kinds always makes a program wrong. (A collective may be dropped where nobody reads its result.)
+const FATAL: [Damage; 26] = [
+    Damage::DropMessage,
+    Damage::DropAddInto,
+    Damage::DropSquareSum,
+    Damage::DropUpdate,
+    Damage::RepeatMessage,
+    Damage::RepeatAccumulation,
+    Damage::RepeatUpdate,
+    Damage::WrongPeer,
+    Damage::WrongChannel,
+    Damage::WrongPattern,
+    Damage::WrongDim,
+    Damage::WrongMonoid,
+    Damage::FewerAxes,
+    Damage::MoreAxes,
+    Damage::WithoutStages,
+    Damage::CountOften,
+    Damage::CountRarely,
+    Damage::WithoutClip,
+    Damage::WrongMoment,
+    Damage::ShortenBuffer,
+    Damage::WrongPartial,
+    Damage::Untie,
+    Damage::DropCall,
+    Damage::RepeatCall,
+    Damage::WrongMicroBatch,
+    Damage::AddForSet,
+];
+
+#[test]
+fn what_the_verifier_accepts_of_damaged_programs_is_still_right() {
+    let mut caught: BTreeMap<Damage, [u32; 2]> = BTreeMap::new();
+    for subject in subjects() {
+        let want = trained(&subject, &subject.program, 1).unwrap_or_else(|| panic!("{}: does not train", subject.what));
+        for damage in Damage::ALL {
+            let mut random = 1u64;
+            for _ in 0..16 {
+                random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                let Some((program, at)) = damage.apply(&subject.program, random >> 20) else { break };
+                let counts = caught.entry(damage).or_default();
+                if verify_program(&subject.graph, &program).is_err() {
+                    counts[0] += 1;
+                    continue;
+                }
+                counts[1] += 1;
+                for seed in 1..3 {
+                    let got = trained(&subject, &program, seed);
+                    let right = got.as_ref().is_some_and(|got| alike(got, &want));
+                    assert!(right, "{}: {damage:?} at {at} was accepted, but trains wrong (seed {seed})", subject.what);
+                }
+            }
+        }
+    }
+    println!("{caught:?}");
+    for damage in Damage::ALL {
+        let [rejected, accepted] = caught.get(&damage).copied().unwrap_or_default();
+        assert!(rejected + accepted > 0, "{damage:?} was never applied");
+        assert!(accepted == 0 || !FATAL.contains(&damage), "{damage:?} was accepted {accepted} times");
+        assert!(rejected > 0, "{damage:?} was never rejected");
+    }
+}
+
+#[test]
+fn rewritten_programs_are_accepted_and_train_alike() {
+    let mut applied: BTreeMap<Rewrite, u32> = BTreeMap::new();
+    for subject in subjects() {
+        let want = trained(&subject, &subject.program, 1).unwrap_or_else(|| panic!("{}: does not train", subject.what));
+        for rewrite in Rewrite::ALL {
+            for pick in 0..12u64 {
+                let Some((program, at)) = rewrite.apply(&subject.program, pick * 7919 + 13) else { continue };
+                *applied.entry(rewrite).or_default() += 1;
+                if let Err(violations) = verify_program(&subject.graph, &program) {
+                    panic!("{}: {rewrite:?} at {at}: {}", subject.what, violations[0]);
+                }
+                if pick == 0 {
+                    assert!(trained(&subject, &program, 2).is_some_and(|got| alike(&got, &want)), "{}: {rewrite:?} at {at}", subject.what);
+                }
+            }
+        }
+        // All at once.
+        let mut program = subject.program.clone();
+        for pick in 0..60u64 {
+            program = Rewrite::ALL[pick as usize % 5].apply(&program, pick * 104729 + 7).map_or(program, |(p, _)| p);
+        }
+        if let Err(violations) = verify_program(&subject.graph, &program) {
+            panic!("{}: after all rewrites: {}", subject.what, violations[0]);
+        }
+        assert!(trained(&subject, &program, 3).is_some_and(|got| alike(&got, &want)), "{}: after all rewrites", subject.what);
+    }
+    assert_eq!(applied.len(), Rewrite::ALL.len(), "{applied:?}");
+}

@@ -41,10 +41,6 @@ impl Cost {
         self.0.iter_mut().zip(&other.0).for_each(|(a, b)| *a += b);
         self
     }
-    /// Forward and backward.
-    pub fn time(&self) -> u64 {
-        self.0[FORWARD] + self.0[BACKWARD]
-    }
     pub fn add(&mut self, coordinate: usize, amount: u64) {
         self.0[coordinate] += amount;
     }
@@ -64,13 +60,17 @@ pub(super) struct Measure(pub [u64; 5]);
 impl Measure {
     pub const MOST: Measure = Measure([u64::MAX >> 1; 5]);
 
-    pub fn plus(mut self, other: &Measure) -> Measure {
-        self.0.iter_mut().zip(&other.0).for_each(|(a, b)| *a += b);
-        self
+    pub fn plus(&self, other: &Measure) -> Measure {
+        Measure(std::array::from_fn(|i| self.0[i] + other.0[i]))
+    }
+    /// The lesser of each coordinate.
+    pub fn least(&self, other: &Measure) -> Measure {
+        Measure(std::array::from_fn(|i| self.0[i].min(other.0[i])))
     }
     /// No coordinate is larger.
     pub fn covers(&self, other: &Measure) -> bool {
-        self.0.iter().zip(&other.0).all(|(a, b)| a <= b)
+        // Without a branch per coordinate.
+        self.0.iter().zip(&other.0).fold(true, |all, (a, b)| all & (a <= b))
     }
 }
 

@@ -44,19 +44,33 @@ pub(super) fn pareto(stages: &[Stage], variant: usize, measure: impl Fn(&Cost) -
     let weights: Vec<Vec<Measure>> = stages.iter().map(|s| s.outcomes.iter().map(|o| measure(&o.costs[variant])).collect()).collect();
     let rest = least_rest(stages, &weights, sinks);
     // A path bounds only those that end where it does.
-    let seeds = if sinks == 1 { seeds(stages, &weights, &rest) } else { Vec::new() };
+    let mut seeds = if sinks == 1 { seeds(stages, &weights, &rest) } else { Vec::new() };
+    // Whether some seed beats what a label can at best become; the one that did is tried first next time.
+    let mut beaten = |reaches: &Measure| match seeds.iter().position(|s| s.covers(reaches) && s != reaches) {
+        Some(at) => {
+            seeds[..=at].rotate_right(1);
+            true
+        }
+        None => false,
+    };
     let mut labels: Vec<Label> = vec![Label { measure: Measure::default(), parent: 0, choice: 0 }];
     let mut at: Vec<std::ops::Range<usize>> = vec![0..1];
     for (step, stage) in stages.iter().enumerate() {
         let mut next: Vec<Vec<Label>> = vec![Vec::new(); rest[step + 1].len()];
+        // The least of each coordinate at each node, to drop arcs as a whole.
+        let least_here: Vec<Measure> = at.iter().map(|r| labels[r.clone()].iter().fold(Measure::MOST, |least, l| least.least(&l.measure))).collect();
         for arc in &stage.arcs {
-            let (more, least) = (&weights[step][arc.outcome as usize], &rest[step + 1][arc.to as usize]);
+            let from = at[arc.from as usize].clone();
+            let onward = weights[step][arc.outcome as usize].plus(&rest[step + 1][arc.to as usize]);
+            if from.is_empty() || from.len() > 1 && beaten(&least_here[arc.from as usize].plus(&onward)) {
+                continue;
+            }
+            let more = &weights[step][arc.outcome as usize];
             let choice = stage.outcomes[arc.outcome as usize].choice;
-            for parent in at[arc.from as usize].clone() {
-                let measure = labels[parent].measure.plus(more);
-                let reaches = measure.plus(least);
-                if !seeds.iter().any(|s| s.covers(&reaches) && *s != reaches) {
-                    next[arc.to as usize].push(Label { measure, parent: parent as u32, choice });
+            for parent in from {
+                let label = &labels[parent].measure;
+                if !beaten(&label.plus(&onward)) {
+                    next[arc.to as usize].push(Label { measure: label.plus(more), parent: parent as u32, choice });
                 }
             }
         }
@@ -98,7 +112,7 @@ fn least_rest(stages: &[Stage], weights: &[Vec<Measure>], sinks: usize) -> Vec<V
         for arc in &stage.arcs {
             let through = weights[step][arc.outcome as usize].plus(&rest[step + 1][arc.to as usize]);
             let least = &mut rest[step][arc.from as usize];
-            least.0.iter_mut().zip(&through.0).for_each(|(a, &b)| *a = (*a).min(b));
+            *least = least.least(&through);
         }
     }
     rest

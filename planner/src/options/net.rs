@@ -90,8 +90,6 @@ impl Seen {
 pub(super) struct Outcome {
     pub choice: u16,
     pub costs: Costs,
-    /// States of the step's slots that stay open.
-    next: Vec<u32>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -123,12 +121,21 @@ pub(super) struct Net<'p> {
     pub rates: Rates<'p>,
     pub choices: Vec<Vec<Choice>>,
     seen: Vec<Seen>,
+    scratch: Vec<SlotState>,
 }
 
 impl<'p> Net<'p> {
     /// Nothing if the layer's border cannot be sharded as the pricing says.
     pub fn new(pricing: &'p Pricing<'p>, blueprint: &'p Blueprint) -> Option<Net<'p>> {
-        let mut net = Net { pricing, blueprint, rates: Rates::new(pricing), choices: Vec::new(), seen: vec![Seen::default(); blueprint.slots.len()] };
+        let slots = blueprint.slots.len();
+        let mut net = Net {
+            pricing,
+            blueprint,
+            rates: Rates::new(pricing),
+            choices: Vec::new(),
+            seen: vec![Seen::default(); slots],
+            scratch: vec![SlotState::EMPTY; slots],
+        };
         for &value in &blueprint.crossing {
             pricing.boundary_sharding(value)?;
         }
@@ -294,76 +301,103 @@ impl<'p> Net<'p> {
 
     /// The network.
     pub fn stages(&mut self, keep: Keep) -> Vec<Stage> {
-        let steps = self.blueprint.steps.len();
-        let mut stages = Vec::with_capacity(steps);
         let mut open: Vec<usize> = Vec::new();
-        let mut nodes: Vec<Vec<u32>> = vec![Vec::new()];
-        let mut states = vec![SlotState::EMPTY; self.seen.len()];
-        for at in 0..steps {
+        let mut nodes = Interned::default();
+        nodes.id(&[]);
+        let mut stages = Vec::with_capacity(self.blueprint.steps.len());
+        for at in 0..self.blueprint.steps.len() {
             let after = self.blueprint.open_after(at);
-            let touched = self.blueprint.steps[at].touched.clone();
-            // Where a touched slot's state is in a node's key, and where each slot that stays open comes from.
-            let read: Vec<(usize, Option<usize>)> = touched.iter().map(|&s| (s, open.iter().position(|&o| o == s))).collect();
-            let stay: Vec<usize> = touched.iter().copied().filter(|s| after.contains(s)).collect();
-            let from: Vec<(bool, usize)> = after
-                .iter()
-                .map(|s| match stay.iter().position(|t| t == s) {
-                    Some(i) => (true, i),
-                    // Untouched and open after, so open before.
-                    None => (false, open.iter().position(|o| o == s).unwrap_or(0)),
-                })
-                .collect();
-            let mut stage = Stage { nodes: nodes.len(), ..Stage::default() };
-            let mut known: HashMap<Vec<u32>, std::ops::Range<usize>, Fast> = HashMap::default();
-            let mut ids: HashMap<Vec<u32>, u32, Fast> = HashMap::default();
-            let mut next: Vec<Vec<u32>> = Vec::new();
-            let mut key = Vec::new();
-            for (node, old) in nodes.iter().enumerate() {
-                key.clear();
-                key.extend(read.iter().filter_map(|&(_, place)| place.map(|p| old[p])));
-                let range = match known.get(&key) {
-                    Some(range) => range.clone(),
-                    None => {
-                        let first = stage.outcomes.len();
-                        for choice in 0..self.choices[at].len() {
-                            for &(slot, place) in &read {
-                                states[slot] = place.map_or_else(|| self.initial(slot), |p| self.seen[slot].states[old[p] as usize]);
-                            }
-                            let Some(costs) = self.decide(at, choice, &mut states) else { continue };
-                            let reached: Vec<u32> = stay.iter().map(|&s| self.seen[s].state(states[s])).collect();
-                            let covered = |o: &Outcome| {
-                                o.next == reached
-                                    && o.costs.iter().zip(&costs).all(|(old, new)| self.rates.measure(old).covers(&self.rates.measure(new)))
-                            };
-                            if keep == Keep::All || !stage.outcomes[first..].iter().any(covered) {
-                                stage.outcomes.push(Outcome { choice: choice as u16, costs, next: reached });
-                            }
-                        }
-                        let range = first..stage.outcomes.len();
-                        known.insert(key.clone(), range.clone());
-                        range
-                    }
-                };
-                for outcome in range {
-                    let reached = &stage.outcomes[outcome].next;
-                    let new: Vec<u32> = from.iter().map(|&(touched, i)| if touched { reached[i] } else { old[i] }).collect();
-                    let to = match ids.get(&new) {
-                        Some(&to) => to,
-                        None => {
-                            let to = next.len() as u32;
-                            ids.insert(new.clone(), to);
-                            next.push(new);
-                            to
-                        }
-                    };
-                    stage.arcs.push(Arc { from: node as u32, to, outcome: outcome as u32 });
-                }
-            }
+            let (stage, next) = self.stage(at, keep, &open, &nodes, &after);
             stages.push(stage);
-            nodes = next;
-            open = after;
+            (nodes, open) = (next, after);
         }
         stages
+    }
+
+    /// The arcs of one step, and the nodes they lead to. A node is the states of the open slots.
+    fn stage(&mut self, at: usize, keep: Keep, open: &[usize], nodes: &Interned, after: &[usize]) -> (Stage, Interned) {
+        let touched = &self.blueprint.steps[at].touched;
+        let place = |slot: &usize| open.iter().position(|o| o == slot);
+        // What the step reads of a node, what it leaves of it alone, and what it leaves changed.
+        let read: Vec<(usize, usize)> = touched.iter().filter_map(|s| place(s).map(|p| (*s, p))).collect();
+        let stay: Vec<usize> = touched.iter().copied().filter(|s| after.contains(s)).collect();
+        let alone: Vec<usize> = after.iter().filter(|s| !stay.contains(s)).filter_map(place).collect();
+
+        let mut stage = Stage { nodes: nodes.len(), ..Stage::default() };
+        let (mut reads, mut alones, mut reached) = (Interned::default(), Interned::default(), Interned::default());
+        let mut ranges: Vec<std::ops::Range<usize>> = Vec::new();
+        let mut leads: Vec<u32> = Vec::new();
+        let mut of_node: Vec<(u32, u32)> = Vec::with_capacity(nodes.len());
+        let mut key = Vec::new();
+        for node in 0..nodes.len() {
+            let old = nodes.row(node);
+            key.clear();
+            key.extend(alone.iter().map(|&p| old[p]));
+            let rest = alones.id(&key);
+            key.clear();
+            key.extend(read.iter().map(|&(_, p)| old[p]));
+            let known = reads.id(&key);
+            if known as usize == ranges.len() {
+                let first = stage.outcomes.len();
+                self.outcomes(at, keep, &read, &key, &stay, &mut reached, &mut stage.outcomes, &mut leads);
+                ranges.push(first..stage.outcomes.len());
+            }
+            of_node.push((known, rest));
+        }
+        // Where each pair of what is left alone and what is left changed leads.
+        let mut next = Interned::default();
+        let mut to = vec![u32::MAX; alones.len() * reached.len()];
+        for (node, &(known, rest)) in of_node.iter().enumerate() {
+            for outcome in ranges[known as usize].clone() {
+                let lead = leads[outcome];
+                let to = &mut to[rest as usize * reached.len() + lead as usize];
+                if *to == u32::MAX {
+                    let (mut changed, mut same) = (reached.row(lead as usize).iter(), alones.row(rest as usize).iter());
+                    key.clear();
+                    key.extend(after.iter().filter_map(|s| if stay.contains(s) { changed.next() } else { same.next() }));
+                    *to = next.id(&key);
+                }
+                stage.arcs.push(Arc { from: node as u32, to: *to, outcome: outcome as u32 });
+            }
+        }
+        (stage, next)
+    }
+
+    /// All strategies of a step's op from one state of the slots it touches.
+    #[allow(clippy::too_many_arguments)]
+    fn outcomes(
+        &mut self,
+        at: usize,
+        keep: Keep,
+        read: &[(usize, usize)],
+        key: &[u32],
+        stay: &[usize],
+        reached: &mut Interned,
+        outcomes: &mut Vec<Outcome>,
+        leads: &mut Vec<u32>,
+    ) {
+        let first = outcomes.len();
+        let mut states = std::mem::take(&mut self.scratch);
+        let mut next = Vec::with_capacity(stay.len());
+        for choice in 0..self.choices[at].len() {
+            for &slot in &self.blueprint.steps[at].touched {
+                states[slot] = self.initial(slot);
+            }
+            for (&(slot, _), &id) in read.iter().zip(key) {
+                states[slot] = self.seen[slot].states[id as usize];
+            }
+            let Some(costs) = self.decide(at, choice, &mut states) else { continue };
+            next.clear();
+            next.extend(stay.iter().map(|&s| self.seen[s].state(states[s])));
+            let lead = reached.id(&next);
+            let covers = |old: &Costs| old.iter().zip(&costs).all(|(old, new)| self.rates.measure(old).covers(&self.rates.measure(new)));
+            let covered = (first..outcomes.len()).any(|o| leads[o] == lead && covers(&outcomes[o].costs));
+            if keep == Keep::All || !covered {
+                outcomes.push(Outcome { choice: choice as u16, costs });
+                leads.push(lead);
+            }
+        }
+        self.scratch = states;
     }
 
     /// A path's strategy, in graph order.
@@ -372,6 +406,34 @@ impl<'p> Net<'p> {
             path.iter().enumerate().map(|(at, &c)| (self.blueprint.steps[at].at, self.choices[at][c].assignment.clone())).collect();
         placed.sort_by_key(|&(at, _)| at);
         placed.into_iter().map(|(_, a)| a).collect()
+    }
+}
+
+/// Rows of numbers, each once, in the order in which they came.
+#[derive(Default)]
+struct Interned {
+    ids: HashMap<Vec<u32>, u32, Fast>,
+    rows: Vec<u32>,
+    ends: Vec<usize>,
+}
+
+impl Interned {
+    fn id(&mut self, row: &[u32]) -> u32 {
+        if let Some(&id) = self.ids.get(row) {
+            return id;
+        }
+        let id = self.ends.len() as u32;
+        self.ids.insert(row.to_vec(), id);
+        self.rows.extend(row);
+        self.ends.push(self.rows.len());
+        id
+    }
+    fn len(&self) -> usize {
+        self.ends.len()
+    }
+    fn row(&self, id: usize) -> &[u32] {
+        let start = if id == 0 { 0 } else { self.ends[id - 1] };
+        &self.rows[start..self.ends[id]]
     }
 }
 

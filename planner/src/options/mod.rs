@@ -5,6 +5,9 @@
 
 mod blueprint;
 mod form;
+mod ilp;
+#[cfg(test)]
+mod ilp_tests;
 mod labels;
 mod net;
 mod price;
@@ -12,6 +15,7 @@ mod price;
 mod tests;
 
 pub use blueprint::Blueprint;
+pub use ilp::{Goal, IlpError};
 
 use crate::lower::LowerError;
 use crate::machine::Machine;

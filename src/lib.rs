@@ -4,6 +4,7 @@
 pub mod data;
 pub mod export;
 pub mod import;
+pub mod profile;
 pub mod runtime;
 pub mod safetensors;
 pub mod schema;

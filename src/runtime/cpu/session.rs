@@ -14,6 +14,7 @@ use dplan_ir::graph::Graph;
 use dplan_ir::init;
 use dplan_ir::optimizer::StepScalars;
 use dplan_ir::program::{Content, Program, Role, Scalar, Stream};
+use dplan_ir::text::{self, Place};
 use dplan_kernels::cpu::Threads;
 
 use super::arena::{Arena, Slot};
@@ -47,9 +48,10 @@ struct Shared {
 struct Task {
     scalars: Option<StepScalars>,
     batch: Option<Arc<Batch>>,
-    /// Ranks that have not ended it yet.
+    /// Ranks that have not ended it yet; before the first step, those that are ready for it.
     running: usize,
-    failure: Option<RuntimeError>,
+    /// The first rank that panicked, at which item, and what it said.
+    panic: Option<(usize, Option<Item>, String)>,
 }
 
 impl Session {
@@ -78,7 +80,7 @@ impl Session {
             threads: if count < cores { Threads::All } else { Threads::Caller },
             order: options.order,
         };
-        let task = Mutex::new(Task { scalars: None, batch: None, running: 0, failure: None });
+        let task = Mutex::new(Task { scalars: None, batch: None, running: 0, panic: None });
         let shared = Arc::new(Shared { world, task, finished: Condvar::new(), quit: AtomicBool::new(false), begun: AtomicU64::new(0) });
         let mut session = Session { graph, program, shared, threads: Vec::with_capacity(count), timeout: options.timeout };
         for rank in 0..count {
@@ -89,6 +91,13 @@ impl Session {
             let _ = session.shared.world.ranks[rank].thread.set(thread.thread().clone());
             session.threads.push(thread);
         }
+        // What a thread allocates when it begins is no part of a step.
+        let mut task = session.shared.lock();
+        while task.running < count {
+            task = session.shared.finished.wait(task).unwrap_or_else(|e| e.into_inner());
+        }
+        task.running = 0;
+        drop(task);
         Ok(session)
     }
 
@@ -104,13 +113,13 @@ impl Session {
         codes.iter().zip(&self.shared.world.arenas).map(|(code, arena)| RankMemory { stage: code.stage, arena_bytes: arena.bytes() }).collect()
     }
     /// Elements that [`Batch::inputs`] holds for each input of the graph.
-    pub fn input_elems(&self) -> Vec<usize> {
-        let elems = |dims: &[dplan_ir::entity::DimId]| {
+    pub fn input_elems(&self) -> impl Iterator<Item = usize> {
+        self.graph.inputs.iter().map(|&v| {
+            let dims = &self.graph.values[v].ty.dims;
             let one: u64 = dims.iter().map(|&d| self.graph.size(d)).product();
             let repeats = if dims.iter().any(|&d| Some(d) == self.graph.batch) { self.program.micro_batches } else { 1 };
             (one * repeats) as usize
-        };
-        self.graph.inputs.iter().map(|&v| elems(&self.graph.values[v].ty.dims)).collect()
+        })
     }
 
     /// Sets every parameter to its deterministic initial value.
@@ -205,24 +214,29 @@ impl Session {
         let tick = (self.timeout / 4).clamp(Duration::from_millis(1), Duration::from_secs(1));
         let progress = || shared.world.ranks.iter().map(|r| r.progress.load(Ordering::Relaxed)).sum::<u64>();
         let (mut seen, mut since) = (progress(), Instant::now());
+        let mut stalled = None;
         let mut task = shared.lock();
         while task.running > 0 {
             task = shared.finished.wait_timeout(task, tick).map_or_else(|e| e.into_inner().0, |(task, _)| task);
             let now = progress();
             if now != seen {
                 (seen, since) = (now, Instant::now());
-            } else if task.failure.is_none() && since.elapsed() >= self.timeout && task.running > 0 {
-                task.failure = Some(RuntimeError::Stalled { seconds: since.elapsed().as_secs_f64(), stalls: self.stalls() });
+            } else if stalled.is_none() && since.elapsed() >= self.timeout && task.running > 0 {
+                stalled = Some(RuntimeError::Stalled { seconds: since.elapsed().as_secs_f64(), stalls: self.stalls() });
                 shared.world.poison();
             }
             // A rank inside an endless kernel cannot be stopped; its thread is left behind with the memory that it may touch.
-            if task.failure.is_some() && since.elapsed() >= self.timeout + Duration::from_secs(1) {
+            if stalled.is_some() && since.elapsed() >= self.timeout + Duration::from_secs(1) {
                 break;
             }
         }
-        match task.failure.take() {
-            Some(failure) => Err(failure),
-            None => Ok(()),
+        match (task.panic.take(), stalled) {
+            (Some((rank, item, why)), _) => {
+                let stage = shared.world.loaded.codes[rank].stage;
+                Err(RuntimeError::Rank { rank, stage, instruction: item.map_or_else(String::new, |item| self.describe(rank, item)), why })
+            }
+            (None, Some(stalled)) => Err(stalled),
+            (None, None) => Ok(()),
         }
     }
 
@@ -240,7 +254,7 @@ impl Session {
                     }
                     _ => Vec::new(),
                 };
-                stalls.push(Stall { rank, stage: code.stage, instruction: self.shared.describe(&self.program, rank, *item), peers });
+                stalls.push(Stall { rank, stage: code.stage, instruction: self.describe(rank, *item), peers });
             }
         }
         if stalls.iter().any(|s| !s.peers.is_empty()) {
@@ -259,12 +273,23 @@ impl Session {
         })
     }
 
+    /// An instruction as the program's text shows it, and where it stands.
+    fn describe(&self, rank: usize, item: Item) -> String {
+        let code = &self.shared.world.loaded.codes[rank];
+        let (segment, at) = code.origins[item.action as usize];
+        let printed = text::program_printed(&self.program, &self.graph);
+        let line = printed.lines.iter().find(|(place, _)| *place == Place::Instr(code.stage, segment, at as u32)).map(|&(_, line)| line);
+        let shown = line.and_then(|line| printed.text.lines().nth(line as usize)).unwrap_or_default().trim();
+        let kind = self.program.stages[code.stage as usize].segments[segment].kind.name();
+        format!("`{shown}` ({kind}, instruction {at}, micro-batch {})", item.micro_batch)
+    }
+
     fn idle(&self) -> Result<(), RuntimeError> {
         if self.shared.world.poisoned.load(Ordering::SeqCst) { Err(RuntimeError::Ended) } else { Ok(()) }
     }
 
     fn check(&self, batch: &Batch) -> Result<(), RuntimeError> {
-        for (at, expected) in self.input_elems().into_iter().enumerate() {
+        for (at, expected) in self.input_elems().enumerate() {
             let value = &self.graph.values[self.graph.inputs[at]];
             let found = match (batch.inputs.get(at), value.ty.dtype) {
                 (Some(Rows::Tokens(t)), DType::I32) => t.len(),
@@ -308,6 +333,8 @@ impl Shared {
     fn rank(&self, rank: usize) {
         let mut executor = Executor::new(&self.world, rank);
         let mut done = 0;
+        self.lock().running += 1;
+        self.finished.notify_all();
         loop {
             while self.begun.load(Ordering::SeqCst) == done {
                 if self.quit.load(Ordering::SeqCst) {
@@ -327,7 +354,7 @@ impl Shared {
             match outcome {
                 Ok(Ok(()) | Err(Poisoned)) => {}
                 Err(panic) => {
-                    task.failure.get_or_insert_with(|| self.failure(rank, &*panic));
+                    task.panic.get_or_insert_with(|| self.failure(rank, &*panic));
                     self.world.poison();
                 }
             }
@@ -342,26 +369,12 @@ impl Shared {
         }
     }
 
-    fn failure(&self, rank: usize, panic: &(dyn Any + Send)) -> RuntimeError {
+    fn failure(&self, rank: usize, panic: &(dyn Any + Send)) -> (usize, Option<Item>, String) {
         let why = panic.downcast_ref::<String>().cloned().or_else(|| panic.downcast_ref::<&str>().map(|s| s.to_string()));
-        let code = &self.world.loaded.codes[rank];
         let seen = &self.world.ranks[rank];
         let stream = seen.at.load(Ordering::Relaxed) as usize;
-        let item = code.queues[stream].get(seen.heads[stream].load(Ordering::Relaxed) as usize);
-        let instruction = item.map_or_else(String::new, |item| self.place(rank, *item));
-        RuntimeError::Rank { rank, stage: code.stage, instruction, why: why.unwrap_or_else(|| "a panic".into()) }
-    }
-
-    /// Where in the program an item is.
-    fn place(&self, rank: usize, item: Item) -> String {
-        let (segment, at) = self.world.loaded.codes[rank].origins[item.action as usize];
-        format!("{segment}, instruction {at}, micro-batch {}", item.micro_batch)
-    }
-    fn describe(&self, program: &Program, rank: usize, item: Item) -> String {
-        let code = &self.world.loaded.codes[rank];
-        let (segment, at) = code.origins[item.action as usize];
-        let segment_of = &program.stages[code.stage as usize].segments[segment];
-        format!("`{:?}` ({}, {})", segment_of.body[at].instr, segment_of.kind.name(), self.place(rank, item))
+        let item = self.world.loaded.codes[rank].queues[stream].get(seen.heads[stream].load(Ordering::Relaxed) as usize).copied();
+        (rank, item, why.unwrap_or_else(|| "a panic".into()))
     }
 }
 

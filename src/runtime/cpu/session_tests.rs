@@ -196,7 +196,7 @@ fn a_stall_names_ranks_instructions_and_peers() {
     let text = error.to_string();
     let RuntimeError::Stalled { stalls, .. } = error else { panic!("{text}") };
     assert_eq!(stalls.iter().map(|s| (s.rank, s.stage, s.peers.clone())).collect::<Vec<_>>(), [(0, 0, vec![1]), (1, 1, vec![0])]);
-    assert!(text.contains("Recv { from: 1") && text.contains("forward"), "{text}");
+    assert!(text.contains("recv") && text.contains("forward"), "{text}");
     assert!(matches!(session.step(&scalars(1), &batch(1)), Err(RuntimeError::Ended)));
 }
 

@@ -30,6 +30,30 @@ fn examples_train() {
     }
 }
 
+#[test]
+fn layers_are_found_where_none_are_given() {
+    let graph = example("two-branch").graph;
+    let layer = |name: &str| graph.nodes.values().find(|n| graph.values[n.outputs[0]].name == name).unwrap_or_else(|| panic!("{name}")).layer;
+    // Embedding with its positions, two blocks, the last norm, the head.
+    assert_eq!(graph.layer_count(), 5);
+    assert_eq!(["x", "x0", "n1", "x1", "n2", "x2", "n3", "scores", "loss"].map(layer), [0, 0, 1, 1, 2, 2, 3, 4, 4]);
+}
+
+/// Independent nodes may stand in any order: here the right branch before the left.
+#[test]
+fn order_of_independent_nodes_does_not_matter() {
+    let mut json: Value = serde_json::from_str(&std::fs::read_to_string(root().join("examples/two-branch.json")).unwrap()).unwrap();
+    let nodes = json["nodes"].as_array_mut().unwrap();
+    let at = |nodes: &Vec<Value>, name: &str| nodes.iter().position(|n| n["name"] == name).unwrap();
+    for name in ["r1", "r1.act", "r1.up"] {
+        let (from, to) = (at(nodes, name), at(nodes, "n1") + 1);
+        let node = nodes.remove(from);
+        nodes.insert(to, node);
+    }
+    assert!(at(nodes, "r1") < at(nodes, "l1.up"));
+    assert_eq!(graph(&json), example("two-branch").graph);
+}
+
 /// The graph of the branching model does not depend on what things are called, but for the names.
 #[test]
 fn names_do_not_matter() {

@@ -6,7 +6,8 @@
 //!
 //! Between the cuts lie *sections*. A run of sections that repeats is a block of the network: an attention half and a feed-forward half, say, which together
 //! occur many times. Each occurrence is a layer; inside it, repetitions are sought again. What is left before, between and behind is a layer each:
-//! the embedding first, the head last. Where nothing repeats, every section is a layer. Sections without parameters never stand alone.
+//! the embedding first, the head last. Where nothing repeats, every section is a layer. Sections without parameters never stand alone, nor do those that only
+//! add to what they are given, as a table of positions does: its cotangent would cross them unchanged.
 
 use std::ops::Range;
 
@@ -15,6 +16,7 @@ use crate::graph::Graph;
 use crate::layers::form::{Detail, Facts, has_params};
 use crate::layers::rebuild::rebuild;
 use crate::layers::{is_forward, number, parts, post_order};
+use crate::op::Op;
 
 /// A forward graph with layers found from its structure, whatever layers it has. Nodes that the loss does not depend on are left out.
 /// A graph without a loss, or with a backward pass, is returned as it is.
@@ -31,7 +33,7 @@ pub fn detect(graph: &Graph) -> Graph {
         let part_of = sections.map(|_, s| Some(*s));
         let parts = parts(&graph, &part_of, count);
         let shapes = number(&Facts::new(&graph, &part_of).forms(&parts, Detail::Shape));
-        let weighty: Vec<bool> = parts.iter().map(|p| has_params(&graph, &p.nodes)).collect();
+        let weighty: Vec<bool> = parts.iter().map(|p| has_params(&graph, &p.nodes) && !only_adds(&graph, &p.nodes)).collect();
         layers(&shapes, &weighty)
     };
     for (id, node) in graph.nodes.iter_mut() {
@@ -40,6 +42,31 @@ pub fn detect(graph: &Graph) -> Graph {
     let mut order: Vec<NodeId> = graph.nodes.ids().collect();
     order.sort_by_key(|&n| graph.nodes[n].layer);
     rebuild(&graph, &order)
+}
+
+/// Whether a section does no more than add to the value it is given: that value has one use, in a sum, and so has the sum, up to the section's result.
+fn only_adds(graph: &Graph, section: &[NodeId]) -> bool {
+    let uses = |of: &dyn Fn(ValueId) -> bool| -> Vec<(NodeId, usize)> {
+        let operands = |&n: &NodeId| graph.nodes[n].inputs.iter().enumerate().map(move |(at, &v)| (n, at, v)).collect::<Vec<_>>();
+        section.iter().flat_map(operands).filter(|&(_, _, v)| of(v)).map(|(n, at, _)| (n, at)).collect()
+    };
+    let mut found = uses(&|v| graph.producer(v).is_some_and(|p| !section.contains(&p)));
+    while let [(node, operand)] = found[..] {
+        let adds = match graph.nodes[node].op {
+            Op::Add => true,
+            Op::Sub | Op::AddBias | Op::AddPosition => operand == 0,
+            _ => false,
+        };
+        if !adds {
+            return false;
+        }
+        let sum = graph.nodes[node].outputs[0];
+        found = uses(&|v| v == sum);
+        if found.is_empty() {
+            return true;
+        }
+    }
+    false
 }
 
 /// The section of each node of a graph in which every node reaches the loss.

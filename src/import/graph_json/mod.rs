@@ -16,7 +16,7 @@
 //! - `inputs` are the token ids and the targets, in this order.
 //! - Nodes stand in order of execution; a further result of node `x` is `x.1`. `layer` numbers are given to all nodes or to none, and never
 //!   decrease; where there are none, dplan finds the layers.
-//! - Names matter to nobody but the reader: parameters and dims are numbered in order of first use.
+//! - Names, and the order of independent nodes, matter to nobody but the reader: the graph is brought into an order of its own.
 
 mod op;
 mod unify;
@@ -27,6 +27,7 @@ use dplan_ir::build::Builder;
 use dplan_ir::dtype::DType;
 use dplan_ir::entity::{DimId, ValueId};
 use dplan_ir::graph::{Graph, Init};
+use dplan_ir::layers;
 use dplan_ir::op::Op;
 use dplan_ir::rule::rule;
 
@@ -370,7 +371,9 @@ impl<'a> Reader<'a> {
         let loss = second.value_of.get(&loss).copied();
         let mut graph = second.builder.graph;
         (graph.batch, graph.loss) = (batch, loss);
-        Ok(graph)
+        // The order in which nodes were written matters no more than names do.
+        let tagged = self.nodes.iter().any(|n| n.layer.is_some());
+        Ok(layers::canonicalize(&if tagged { graph } else { layers::detect(&graph) }))
     }
 }
 

@@ -32,6 +32,8 @@ fn subjects() -> Vec<Subject> {
         (1, Shape { dp: 2, pp: 2, zero: 2, one_f_one_b: false, ..base }),
         (2, Shape { dp: 2, tp: 2, zero: 3, optimizer: Optimizer::Sgd, ..base }),
         (1, Shape { tp: 2, pp: 3, micro_batches: 4, ..base }),
+        // Long enough that the verifier skips periods.
+        (0, Shape { pp: 2, micro_batches: 16, ..base }),
     ];
     let subject = |(number, shape): (usize, Shape)| {
         let case = cases::all().remove(number);
@@ -131,6 +133,13 @@ fn what_the_verifier_accepts_of_damaged_programs_is_still_right() {
         assert!(accepted == 0 || !FATAL.contains(&damage), "{damage:?} was accepted {accepted} times");
         assert!(rejected > 0, "{damage:?} was never rejected");
     }
+}
+
+#[test]
+fn periods_are_skipped() {
+    let subject = subjects().pop().unwrap_or_else(|| panic!("no subject"));
+    let facts = verify_program(&subject.graph, &subject.program).unwrap_or_else(|v| panic!("{}", v[0]));
+    assert!(facts.walked < facts.issued * 2 / 3, "{facts:?}");
 }
 
 #[test]

@@ -88,3 +88,20 @@ fn proved_programs_train_like_one_device() {
 fn close(got: f64, want: f64, what: &str) {
     assert!((got - want).abs() <= 1e-9 * want.abs().max(1.0), "{what}: {got}, expected {want}");
 }
+
+/// 16 stages of 8 layers, 1536 micro-batches: all but a few periods are skipped.
+#[test]
+fn a_large_program_costs_no_more_than_a_few_periods() {
+    let mut dice = Dice(7);
+    let model = zoo::Model { blocks: 126, batch: 2, kv_heads: 2, group: 2, ffn: zoo::Ffn::Gated, tied: true, ..zoo::model(&mut dice, 2) };
+    let graph = zoo::graph(&model);
+    let degrees = Degrees { dp: 2, tp: 2, pp: 16, micro_batches: 1536 };
+    let mut plan = zoo::plan(&graph, degrees, &mut dice);
+    plan.schedule = dplan_ir::plan::Schedule::OneFOneB;
+    plan.stages = (0..16).map(|s| dplan_ir::plan::StagePlan { first: 8 * s, last: 8 * s + 7 }).collect();
+    let program = lower::lower(&graph, &plan).unwrap_or_else(|e| panic!("{e}"));
+    let start = std::time::Instant::now();
+    let facts = verify_program(&graph, &program).unwrap_or_else(|v| panic!("{} violations, first {}", v.len(), v[0]));
+    println!("{facts:?} in {:?}", start.elapsed());
+    assert!(facts.walked * 20 < facts.issued, "{facts:?}");
+}

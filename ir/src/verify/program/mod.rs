@@ -46,7 +46,7 @@ pub(super) use structure::buffers_of;
 use std::collections::BTreeSet;
 use std::fmt;
 
-use crate::entity::{BufferId, SegmentId};
+use crate::entity::{BucketId, BufferId, SegmentId};
 use crate::graph::Graph;
 use crate::program::Program;
 use crate::text;
@@ -102,6 +102,7 @@ pub struct Place {
     /// Position in the segment's body.
     pub instr: Option<usize>,
     pub buffer: Option<BufferId>,
+    pub bucket: Option<BucketId>,
 }
 
 impl Place {
@@ -110,6 +111,9 @@ impl Place {
     }
     pub(super) fn instr(self, segment: SegmentId, instr: usize) -> Place {
         Place { segment: Some(segment), instr: Some(instr), ..self }
+    }
+    pub(super) fn bucket(self, bucket: BucketId) -> Place {
+        Place { bucket: Some(bucket), ..self }
     }
     pub(super) fn buffer(self, buffer: BufferId) -> Place {
         Place { buffer: Some(buffer), ..self }
@@ -133,6 +137,9 @@ impl fmt::Display for Violation {
         if let (Some(segment), Some(instr)) = (self.place.segment, self.place.instr) {
             write!(f, ", {segment}[{instr}]")?;
         }
+        if let Some(bucket) = self.place.bucket {
+            write!(f, ", {bucket}")?;
+        }
         if let Some(buffer) = self.place.buffer {
             write!(f, ", {buffer}")?;
         }
@@ -142,13 +149,14 @@ impl fmt::Display for Violation {
 
 impl Located for Violation {
     fn place(&self) -> text::Place {
-        let Place { stage, segment, instr, buffer } = self.place;
-        match (stage, segment, instr, buffer) {
-            (None, ..) => text::Place::Top,
-            (Some(stage), Some(segment), Some(instr), _) => text::Place::Instr(stage, segment, instr as u32),
-            (Some(stage), Some(segment), None, _) => text::Place::Segment(stage, segment),
-            (Some(stage), None, _, Some(buffer)) => text::Place::Buffer(stage, buffer),
-            (Some(stage), None, _, None) => text::Place::Stage(stage),
+        let Place { stage, segment, instr, buffer, bucket } = self.place;
+        let Some(stage) = stage else { return text::Place::Top };
+        match (segment, instr, buffer, bucket) {
+            (Some(segment), Some(instr), ..) => text::Place::Instr(stage, segment, instr as u32),
+            (Some(segment), None, ..) => text::Place::Segment(stage, segment),
+            (None, _, Some(buffer), _) => text::Place::Buffer(stage, buffer),
+            (None, _, None, Some(bucket)) => text::Place::Bucket(stage, bucket),
+            (None, _, None, None) => text::Place::Stage(stage),
         }
     }
 }
@@ -191,7 +199,7 @@ pub fn verify_program(graph: &Graph, program: &Program) -> Result<Facts, Vec<Vio
     if report.is_clean() { Ok(facts) } else { Err(report.violations) }
 }
 
-/// Violations so far; the same fault at the same place is listed once, however many micro-batches show it.
+/// Violations so far; a fault of an instruction is listed once, however many micro-batches show it.
 #[derive(Default)]
 struct Report {
     seen: BTreeSet<(Class, Place)>,
@@ -203,7 +211,7 @@ impl Report {
         self.violations.is_empty()
     }
     fn push(&mut self, class: Class, place: Place, message: impl Into<String>) {
-        if self.seen.insert((class, place)) {
+        if self.seen.insert((class, place)) || place.instr.is_none() {
             self.violations.push(Violation { class, place, message: message.into() });
         }
     }

@@ -109,11 +109,11 @@ fn homes(graph: &Graph, program: &Program, report: &mut Report) {
         for home in &homes {
             let (this, first) = (bucket(home), bucket(&homes[0]));
             let name = &graph.values[graph.params[param].value].name;
-            let at = Place::stage(home.0 as usize);
+            let at = Place::stage(home.0 as usize).bucket(home.1);
             if this.tied != tied {
-                report.push(Class::Structure, at, format!("{}: `{name}` is tied over stages {:?}, but its homes are on {tied:?}", home.1, this.tied));
+                report.push(Class::Structure, at, format!("`{name}` is tied over stages {:?}, but its homes are on {tied:?}", this.tied));
             } else if (&this.members, this.elems, this.partial) != (&first.members, first.elems, first.partial) {
-                report.push(Class::Structure, at, format!("{}: `{name}` has another layout here than on stage {}", home.1, homes[0].0));
+                report.push(Class::Structure, at, format!("`{name}` has another layout here than on stage {}", homes[0].0));
             }
         }
     }
@@ -149,7 +149,7 @@ impl Checker<'_> {
     fn buckets(&mut self) {
         let mut seen = BTreeSet::new();
         for (id, bucket) in self.stage.buckets.iter() {
-            let mut fault = |message: String| self.report.push(Class::Structure, self.place, format!("{id}: {message}"));
+            let mut fault = |message: String| self.report.push(Class::Structure, self.place.bucket(id), message);
             if !self.program.mesh.all().includes(bucket.partial) {
                 fault("partial over an axis that the mesh does not have".into());
             }

@@ -36,8 +36,18 @@ pub fn priced(menus: &Menus, layers: &[usize]) -> u64 {
 
 /// What no plan of a tuple can beat, before its layers are priced: each takes at least its floor ([`Prices::floor`]).
 pub fn floor(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple) -> u64 {
-    let floors: Vec<u64> = problem.kinds.iter().map(|k| prices.floor(k.class, tuple.tp, tuple.micro_batch).0).collect();
-    let total: u128 = problem.layers.iter().map(|&kind| u128::from(floors[kind])).sum();
+    spread(problem, tuple, |class| prices.floor(class, tuple.tp, tuple.micro_batch).0)
+}
+
+/// The same by the trend of a larger micro-batch ([`Prices::trend`]).
+pub fn trend(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple, largest: u64) -> u64 {
+    spread(problem, tuple, |class| prices.trend(class, tuple.shape(), largest).0)
+}
+
+/// The objective of layers that take the least time of their classes, perfectly spread over stages.
+fn spread(problem: &Problem, tuple: &Tuple, least: impl FnMut(u32) -> u64) -> u64 {
+    let least: Vec<u64> = problem.kinds.iter().map(|k| k.class).map(least).collect();
+    let total: u128 = problem.layers.iter().map(|&kind| u128::from(least[kind])).sum();
     let (p, m) = (u128::from(tuple.pp), u128::from(tuple.micro_batches));
     narrow((total * (p + m - 1)).div_ceil(p))
 }

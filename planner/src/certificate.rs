@@ -6,7 +6,7 @@
 use crate::objective::{Home, Terms};
 use crate::prices::Prices;
 use crate::problem::Problem;
-use crate::search::{Closed, How};
+use crate::search::{Closed, How, largest};
 use crate::space::{MOST_TP, Tuple};
 use dplan_ir::plan::{Schedule, Zero};
 use dplan_ir::sharding::Sharding;
@@ -51,6 +51,7 @@ pub enum Fault {
 pub fn check(problem: &Problem, prices: &mut dyn Prices, objective: u64, closed: &[Closed]) -> Result<Checked, Vec<Fault>> {
     let mut faults = Vec::new();
     let mut missing = space(problem, prices);
+    let largest = largest(&missing);
     let mut checked = Checked::default();
     let mut witness = false;
     for &Closed { tuple, how } in closed {
@@ -78,9 +79,15 @@ pub fn check(problem: &Problem, prices: &mut dyn Prices, objective: u64, closed:
                     faults.push(Fault::NoTwin(tuple));
                 }
             }
-            How::Floor(claimed) | How::Bound(claimed) if claimed < objective => faults.push(Fault::Low { tuple, claimed, objective }),
+            How::Floor(claimed) | How::Trend(claimed) | How::Bound(claimed) if claimed < objective => {
+                faults.push(Fault::Low { tuple, claimed, objective })
+            }
             How::Floor(claimed) => {
-                let found = quickest(problem, prices, &tuple);
+                let found = quickest(problem, &tuple, |class| prices.floor(class, tuple.tp, tuple.micro_batch).0);
+                record(&mut checked, &mut faults, tuple, claimed, found, objective);
+            }
+            How::Trend(claimed) => {
+                let found = quickest(problem, &tuple, |class| prices.trend(class, tuple.shape(), largest[&tuple.tp]).0);
                 record(&mut checked, &mut faults, tuple, claimed, found, objective);
             }
             How::Bound(claimed) => {
@@ -105,7 +112,7 @@ fn record(checked: &mut Checked, faults: &mut Vec<Fault>, tuple: Tuple, claimed:
 }
 
 /// Every tuple of the space, by trying all numbers.
-fn space(problem: &Problem, prices: &dyn Prices) -> BTreeSet<Tuple> {
+fn space(problem: &Problem, prices: &mut dyn Prices) -> BTreeSet<Tuple> {
     let (n, pins) = (problem.devices, &problem.pins);
     let most_tp = if pins.tp.is_pinned() { n } else { n.min(MOST_TP) };
     let mut all = BTreeSet::new();
@@ -120,7 +127,7 @@ fn space(problem: &Problem, prices: &dyn Prices) -> BTreeSet<Tuple> {
             if !pins.dp.allows(&dp) {
                 continue;
             }
-            for micro_batch in (1..=problem.batch / dp).filter(|&b| problem.batch % (dp * b) == 0 && pins.micro_batch.allows(&b)) {
+            for micro_batch in (1..=problem.batch / dp).filter(|&b| problem.batch.is_multiple_of(dp * b) && pins.micro_batch.allows(&b)) {
                 let micro_batches = problem.batch / dp / micro_batch;
                 for schedule in Schedule::ALL.into_iter().filter(|s| pins.schedule.allows(s)) {
                     for &boundary in &boundaries {
@@ -135,12 +142,9 @@ fn space(problem: &Problem, prices: &dyn Prices) -> BTreeSet<Tuple> {
     all
 }
 
-/// The least that the floors of all layers allow.
-fn quickest(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple) -> u64 {
-    let mut sum: u128 = 0;
-    for &kind in &problem.layers {
-        sum += u128::from(prices.floor(problem.kinds[kind].class, tuple.tp, tuple.micro_batch).0);
-    }
+/// The objective of layers that take the least time of their classes.
+fn quickest(problem: &Problem, tuple: &Tuple, mut least: impl FnMut(u32) -> u64) -> u64 {
+    let sum: u128 = problem.layers.iter().map(|&kind| u128::from(least(problem.kinds[kind].class))).sum();
     // The mean stage repeats for every micro-batch but the first.
     let repeats = u128::from(tuple.micro_batches - 1);
     u64::try_from(sum + (repeats * sum).div_ceil(u128::from(tuple.pp))).unwrap_or(u64::MAX)
@@ -195,9 +199,9 @@ fn weights(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple) -> Option<
         let (time, end) = (least(&|w| u128::from(w.0)), least(&|w| u128::from(w.1)));
         let total = sum(&time) + u128::from(messages);
         let mut slowest = total.div_ceil(p);
-        for kind in 0..kinds.len() {
+        for (kind, time) in time.iter().enumerate() {
             let count = problem.layers.iter().filter(|&&k| k == kind).count() as u128;
-            slowest = slowest.max(count.div_ceil(p) * time[kind]);
+            slowest = slowest.max(count.div_ceil(p) * time);
         }
         let longest = problem.layers.iter().map(|&k| end[k]).max().unwrap_or(0).max(sum(&end).div_ceil(p));
         let bound = mean.div_ceil(p).max(total + (m - 1) * slowest + longest);

@@ -73,7 +73,7 @@ fn relaxed(problem: &Problem, prices: &dyn Prices, pins: Pins) -> Problem {
 }
 
 /// Tuples, those that need least memory first; the schedule that holds more is left out where the other is allowed.
-fn thrifty(problem: &Problem, prices: &dyn Prices) -> Vec<Tuple> {
+fn thrifty(problem: &Problem, prices: &mut dyn Prices) -> Vec<Tuple> {
     let mut all = tuples(prices, problem.devices, problem.batch, &problem.pins);
     let eager = problem.pins.schedule.allows(&Schedule::OneFOneB);
     all.retain(|t| t.schedule == Schedule::OneFOneB || !eager);

@@ -49,11 +49,14 @@ pub trait Prices: Links {
     /// Dims of a layer boundary that tensor-parallel axes may shard, for sequence parallelism and the like.
     fn boundary_dims(&self, tp: u64) -> Vec<u32>;
     /// Ways of padding for a degree of tensor parallelism, at least one.
-    fn paddings(&self, tp: u64) -> u32;
+    fn paddings(&mut self, tp: u64) -> u32;
     /// All ways of running a layer worth considering, or none if the shape is impossible for it.
     fn offers(&mut self, class: u32, shape: Shape) -> Rc<[Offer]>;
     /// No offer of the class takes less than this, forward and backward, with these degrees, whatever boundary and padding: found without pricing offers.
     fn floor(&mut self, class: u32, tp: u64, micro_batch: u64) -> Nanos;
+    /// No offer of the class takes less in this shape, as found by pricing the same shape with `largest` sequences: a sequence takes least time in the largest
+    /// micro-batch.
+    fn trend(&mut self, class: u32, shape: Shape, largest: u64) -> Nanos;
     /// Bytes on one rank of the value that a layer hands to the next.
     fn boundary_bytes(&mut self, layer: u32, shape: Shape) -> u64;
     /// What arena and context share on one device.

@@ -1,7 +1,7 @@
 //! The search over all tuples, best bound first. It stops when the next bound reaches the incumbent, and that stop is the proof: every plan that could be better
 //! was evaluated, on the same objective.
 //!
-//! A tuple is bounded twice, first without pricing its layers. Its exact solution is asked for only below the incumbent. Pipelines that run all forward passes
+//! A tuple is bounded three times, the first two times without pricing its layers. Its exact solution is asked for only below the incumbent. Pipelines that run all forward passes
 //! first (`gpipe`) cost the same as their one-forward-one-backward twin under the objective and need no less memory, so they are closed with it.
 
 use crate::bound;
@@ -12,7 +12,7 @@ use crate::space::{Tuple, tuples};
 use crate::stages::{Effort, Solution, Stages};
 use dplan_ir::plan::Schedule;
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BTreeMap, BinaryHeap};
 
 /// Larger than any objective, small enough to add to.
 pub const NEVER: u64 = u64::MAX / 4;
@@ -25,6 +25,8 @@ const BEAM: usize = 8;
 pub enum How {
     /// No plan of it is below this, found without pricing its layers.
     Floor(u64),
+    /// No plan of it is below this, found by pricing the largest micro-batch of its tensor parallelism.
+    Trend(u64),
     /// No plan of it is below this.
     Bound(u64),
     /// Solved exactly: nothing below the incumbent of that moment, which was this.
@@ -78,6 +80,7 @@ type Priced = Vec<(u64, Menus)>;
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Level {
     Floor,
+    Trend,
     Priced,
 }
 
@@ -94,6 +97,7 @@ pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bo
             _ => queue.push(Reverse((bound::floor(problem, prices, tuple), Level::Floor, at))),
         }
     }
+    let largest = largest(&space);
     let mut best: Option<Found> = None;
     let mut objective = NEVER;
     let mut solved = 0;
@@ -109,7 +113,11 @@ pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bo
             break;
         }
         match level {
-            Level::Floor => match Menus::new(problem, prices, space[at]) {
+            Level::Floor => {
+                let trend = bound::trend(problem, prices, &space[at], largest[&space[at].tp]);
+                queue.push(Reverse((trend.max(bound), Level::Trend, at)));
+            }
+            Level::Trend => match Menus::new(problem, prices, space[at]) {
                 None => how[at] = Some(How::Impossible),
                 Some(menus) => {
                     let mut by_tie: Priced = menus.by_tie().into_iter().map(|m| (bound::priced(&m, &problem.layers).max(bound), m)).collect();
@@ -144,6 +152,7 @@ pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bo
         how[at] = Some(match level {
             _ if bound < objective => How::Open(bound),
             Level::Floor => How::Floor(bound),
+            Level::Trend => How::Trend(bound),
             Level::Priced => How::Bound(bound),
         });
     }
@@ -152,6 +161,16 @@ pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bo
     let statistics = Statistics { space: space.len(), solved, lower_bound, gap, proved };
     let closed = space.into_iter().zip(how).map(|(tuple, how)| Closed { tuple, how: how.unwrap_or(How::Open(0)) }).collect();
     Outcome { best, closed, statistics }
+}
+
+/// The largest micro-batch of each degree of tensor parallelism.
+pub fn largest<'a>(space: impl IntoIterator<Item = &'a Tuple>) -> BTreeMap<u64, u64> {
+    let mut largest = BTreeMap::new();
+    for tuple in space {
+        let most = largest.entry(tuple.tp).or_insert(tuple.micro_batch);
+        *most = tuple.micro_batch.max(*most);
+    }
+    largest
 }
 
 /// The best plan with these menus that is below `cut`.

@@ -38,13 +38,14 @@ impl Tuple {
 }
 
 /// All tuples that the pins allow, in order.
-pub fn tuples(prices: &dyn Prices, devices: u64, batch: u64, pins: &Pins) -> Vec<Tuple> {
+pub fn tuples(prices: &mut dyn Prices, devices: u64, batch: u64, pins: &Pins) -> Vec<Tuple> {
     let mut all = Vec::new();
     for (tp, pp, dp) in layouts(prices.classes().len() as u64, devices, pins) {
-        if batch % dp != 0 {
+        if !batch.is_multiple_of(dp) {
             continue;
         }
         let per_rank = batch / dp;
+        let paddings = prices.paddings(tp);
         let boundaries: Vec<Option<u32>> = std::iter::once(None)
             .chain(prices.boundary_dims(tp).into_iter().filter(|_| tp > 1).map(Some))
             .filter(|b| match b {
@@ -56,7 +57,7 @@ pub fn tuples(prices: &dyn Prices, devices: u64, batch: u64, pins: &Pins) -> Vec
         for micro_batch in divisors(per_rank).filter(|m| pins.micro_batch.allows(m)) {
             for schedule in Schedule::ALL.into_iter().filter(|s| pins.schedule.allows(s)) {
                 for &boundary in &boundaries {
-                    for padding in 0..prices.paddings(tp) {
+                    for padding in 0..paddings {
                         let micro_batches = per_rank / micro_batch;
                         all.push(Tuple { pp, tp, dp, micro_batch, micro_batches, schedule, boundary, padding });
                     }
@@ -97,7 +98,7 @@ pub fn nearest_batch(layers: u64, devices: u64, batch: u64, pins: &Pins) -> Opti
 
 /// Divisors, rising.
 pub fn divisors(n: u64) -> impl Iterator<Item = u64> {
-    let low: Vec<u64> = (1..).take_while(move |d| d * d <= n).filter(|d| n % d == 0).collect();
+    let low: Vec<u64> = (1..).take_while(move |d| d * d <= n).filter(|&d| n.is_multiple_of(d)).collect();
     let high: Vec<u64> = low.iter().rev().map(|d| n / d).filter(|h| !low.contains(h)).collect();
     low.into_iter().chain(high)
 }

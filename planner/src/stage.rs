@@ -258,7 +258,7 @@ pub fn front(menus: &[Vec<Choice>], bag: &[Group], in_flight: u64, room: u64, me
 
 /// Labels that no other is at least as good as; of equal ones the first. With a width, the most promising of them.
 fn pareto(mut labels: Vec<(Label, u32)>, width: Option<usize>) -> Vec<(Label, u32)> {
-    labels.sort_by(|(a, _), (b, _)| a.load.cmp(&b.load));
+    labels.sort_by_key(|(l, _)| l.load);
     let mut kept: Vec<(Label, u32)> = Vec::new();
     for label in labels {
         if !kept.iter().any(|(k, _)| k.load.covers(&label.0.load)) {

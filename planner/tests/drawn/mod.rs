@@ -31,7 +31,7 @@ impl Dice {
         low + self.next() % (high - low + 1)
     }
     pub fn one_in(&mut self, n: u64) -> bool {
-        self.next() % n == 0
+        self.next().is_multiple_of(n)
     }
 }
 
@@ -99,9 +99,9 @@ impl Prices for Drawn {
         &self.classes
     }
     fn boundary_dims(&self, tp: u64) -> Vec<u32> {
-        if tp % 2 == 0 { vec![1] } else { vec![] }
+        if tp.is_multiple_of(2) { vec![1] } else { vec![] }
     }
-    fn paddings(&self, tp: u64) -> u32 {
+    fn paddings(&mut self, tp: u64) -> u32 {
         if tp == 3 { 2 } else { 1 }
     }
     fn offers(&mut self, class: u32, shape: Shape) -> Rc<[Offer]> {
@@ -119,6 +119,11 @@ impl Prices for Drawn {
     }
     fn floor(&mut self, _: u32, _: u64, _: u64) -> Nanos {
         Nanos(30)
+    }
+    fn trend(&mut self, class: u32, shape: Shape, _: u64) -> Nanos {
+        // Drawn offers follow no trend: most of the least time is known.
+        let least = self.offers(class, shape).iter().map(|o| o.option.time().0).min().unwrap_or(0);
+        Nanos(least * 9 / 10)
     }
     fn boundary_bytes(&mut self, layer: u32, shape: Shape) -> u64 {
         (200 + 100 * (u64::from(layer) % 2)) * shape.micro_batch

@@ -1,0 +1,157 @@
+//! Prices of a graph on a machine.
+//!
+//! Each class is priced once for a shape, a few milliseconds each, so two bounds come first:
+//! - the *floor*: splitting an op over `tp` ranks saves at most the factor `tp`, since rates do not rise and replicated operands do not shrink when blocks get
+//!   smaller ([`crate::cost::compute`]): an option takes at least as long as the quickest on one rank, over `tp`;
+//! - the *trend*: a sequence takes least time in the largest micro-batch, since launches, latencies and weights are shared by more of them: one pricing for each
+//!   degree bounds all micro-batches.
+
+use crate::lower::LowerError;
+use crate::machine::Machine;
+use crate::options::{Blueprint, Pricing};
+use crate::padding::candidates;
+use crate::prices::{Links, Offer, Prices, Shape};
+use crate::units::{Bytes, Nanos};
+use dplan_ir::entity::ValueId;
+use dplan_ir::graph::Graph;
+use dplan_ir::mesh::{AxisSet, Mesh};
+use dplan_ir::program::Pattern;
+use dplan_ir::sharding::{Padded, local_type};
+use std::collections::BTreeMap;
+use std::rc::Rc;
+
+/// A differentiated graph on a machine.
+pub struct Model<'a> {
+    graph: &'a Graph,
+    machine: &'a Machine,
+    classes: &'a [u32],
+    /// Of the first layer of each class.
+    blueprints: BTreeMap<u32, Blueprint>,
+    /// The value that each layer but the last hands on.
+    crossing: Vec<ValueId>,
+    /// Ways of padding, by tp.
+    padded: BTreeMap<u64, Rc<[Padded]>>,
+    offers: BTreeMap<(u32, Shape), Rc<[Offer]>>,
+    /// Bytes of each boundary.
+    handed_on: BTreeMap<Shape, Vec<u64>>,
+}
+
+impl<'a> Model<'a> {
+    /// # Errors
+    /// If the graph cannot be lowered: it has no backward pass, or its layers do not hand over one value each.
+    pub fn new(graph: &'a Graph, classes: &'a [u32], machine: &'a Machine) -> Result<Model<'a>, LowerError> {
+        let mut blueprints = BTreeMap::new();
+        for (&class, layer) in classes.iter().zip(0..) {
+            if !blueprints.contains_key(&class) {
+                blueprints.insert(class, Blueprint::new(graph, layer)?);
+            }
+        }
+        Ok(Model {
+            graph,
+            machine,
+            classes,
+            blueprints,
+            crossing: graph.boundaries(),
+            padded: BTreeMap::new(),
+            offers: BTreeMap::new(),
+            handed_on: BTreeMap::new(),
+        })
+    }
+
+    fn padded(&mut self, tp: u64) -> Rc<[Padded]> {
+        Rc::clone(self.padded.entry(tp).or_insert_with(|| candidates(self.graph, &Mesh::new(1, tp)).into()))
+    }
+
+    fn pricing(&mut self, shape: Shape) -> Option<Pricing<'a>> {
+        let mut padded = self.padded(shape.tp).get(shape.padding as usize)?.clone();
+        if let Some(batch) = self.graph.batch {
+            padded.0[batch] = shape.micro_batch;
+        }
+        let (graph, machine, mesh) = (self.graph, self.machine, Mesh::new(1, shape.tp));
+        Some(Pricing { graph, machine, mesh, micro_batch: shape.micro_batch, boundary: shape.boundary, padded })
+    }
+}
+
+impl std::fmt::Debug for Model<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let offers: usize = self.offers.values().map(|o| o.len()).sum();
+        write!(f, "{} classes, {} pricings, {offers} options", self.blueprints.len(), self.offers.len())
+    }
+}
+
+impl Links for Model<'_> {
+    fn collective(&self, mesh: &Mesh, axes: AxisSet, pattern: Pattern, bytes: u64) -> Nanos {
+        self.machine.collective(mesh, axes, pattern, bytes)
+    }
+    fn across_stages(&self, mesh: &Mesh, axes: AxisSet, stages: u64, bytes: u64) -> Nanos {
+        self.machine.across_stages(mesh, axes, stages, bytes)
+    }
+    fn message(&self, mesh: &Mesh, stage: u64, bytes: u64) -> Nanos {
+        self.machine.message(mesh, stage, bytes)
+    }
+    fn sweep(&self, bytes: u64) -> Nanos {
+        self.machine.sweep(bytes)
+    }
+}
+
+impl Prices for Model<'_> {
+    fn classes(&self) -> &[u32] {
+        self.classes
+    }
+
+    /// Dim 1: of `[batch, sequence, hidden]` the sequence, of `[batch, hidden]` what there is.
+    fn boundary_dims(&self, _tp: u64) -> Vec<u32> {
+        let dims = |value: &ValueId| &self.graph.values[*value].ty.dims;
+        if self.crossing.iter().all(|v| dims(v).get(1).is_some_and(|&d| Some(d) != self.graph.batch)) { vec![1] } else { vec![] }
+    }
+
+    fn paddings(&mut self, tp: u64) -> u32 {
+        self.padded(tp).len() as u32
+    }
+
+    fn offers(&mut self, class: u32, shape: Shape) -> Rc<[Offer]> {
+        if let Some(known) = self.offers.get(&(class, shape)) {
+            return Rc::clone(known);
+        }
+        let pricing = self.pricing(shape);
+        let all: Rc<[Offer]> = match (&pricing, self.blueprints.get(&class)) {
+            (Some(pricing), Some(blueprint)) => blueprint.offers(pricing).into(),
+            _ => Rc::from([]),
+        };
+        self.offers.insert((class, shape), Rc::clone(&all));
+        all
+    }
+
+    fn floor(&mut self, class: u32, tp: u64, micro_batch: u64) -> Nanos {
+        let alone = Shape { tp: 1, micro_batch, boundary: None, padding: 0 };
+        let quickest = self.offers(class, alone).iter().map(|o| o.option.time().0).min().unwrap_or(0);
+        Nanos(quickest / tp)
+    }
+
+    fn trend(&mut self, class: u32, shape: Shape, largest: u64) -> Nanos {
+        let quickest = self.offers(class, Shape { micro_batch: largest, ..shape }).iter().map(|o| o.option.time().0).min();
+        let share = |time: u64| u64::try_from(u128::from(time) * u128::from(shape.micro_batch) / u128::from(largest)).unwrap_or(u64::MAX);
+        Nanos(quickest.map_or(0, share))
+    }
+
+    fn boundary_bytes(&mut self, layer: u32, shape: Shape) -> u64 {
+        if let Some(known) = self.handed_on.get(&shape) {
+            return known[layer as usize];
+        }
+        let pricing = self.pricing(shape);
+        let block = |&value: &ValueId| {
+            let pricing = pricing.as_ref()?;
+            let sharding = pricing.boundary_sharding(value)?;
+            Some(local_type(&self.graph.values[value].ty, &sharding, &pricing.padded, &pricing.mesh).bytes())
+        };
+        let all: Vec<u64> = self.crossing.iter().map(|v| block(v).unwrap_or(0)).collect();
+        self.handed_on.entry(shape).or_insert(all)[layer as usize]
+    }
+
+    fn device_memory(&self) -> Bytes {
+        self.machine.device.memory
+    }
+    fn context(&self) -> Bytes {
+        self.machine.device.context
+    }
+}

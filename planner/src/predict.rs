@@ -1,0 +1,243 @@
+//! What a plan costs, recomputed from the plan alone.
+//!
+//! Every layer is priced by its lowering, under the least padding that the plan needs, and the stages are put together by the objective. The parts are those of
+//! the slowest stage, and add up to the step: what it computes, waits for traffic, spends on the optimizer, and waits for other stages (*bubble*).
+
+use crate::cost::comm::collective_time;
+use crate::lower::{LowerError, Sharder, plan_padding};
+use crate::machine::Machine;
+use crate::memory::{Arena, LayerBytes, StagePosition, StateTypes, arena};
+use crate::objective::{Home, StageTime, Terms, total};
+use crate::options::{LayerOption, Pricing};
+use crate::prices::Links;
+use crate::simulate::{StageWork, simulate};
+use crate::units::{Bytes, Nanos};
+use dplan_ir::cost::{Unit, op_cost};
+use dplan_ir::entity::ValueId;
+use dplan_ir::graph::Graph;
+use dplan_ir::mesh::Mesh;
+use dplan_ir::plan::{Plan, Zero};
+use dplan_ir::program::Pattern;
+use dplan_ir::reshard::Step;
+use dplan_ir::sharded::Stmt;
+use dplan_ir::sharding::{LocalType, Padded, Sharding, local_type};
+use std::collections::BTreeMap;
+
+/// Memory of the ranks of one stage.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct StageMemory {
+    pub arena: Arena,
+    pub host: Bytes,
+    pub context: Bytes,
+}
+
+impl StageMemory {
+    pub fn arena_bytes(&self) -> u64 {
+        self.arena.total()
+    }
+    pub fn total_bytes(&self) -> u64 {
+        self.arena.total() + self.context.0
+    }
+}
+
+/// Where the time of the slowest stage goes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Parts {
+    pub compute: Nanos,
+    pub exposed_comm: Nanos,
+    pub bubble: Nanos,
+    pub optimizer: Nanos,
+    pub offload: Nanos,
+}
+
+/// A plan's costs.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Prediction {
+    /// The objective.
+    pub step: Nanos,
+    /// By event simulation of the schedule.
+    pub simulated: Nanos,
+    pub tokens_per_second: f64,
+    pub tokens_per_second_per_device: f64,
+    /// Matrix products of the model itself, FLOP/s.
+    pub model_flops_per_device: f64,
+    /// With padding and recomputation, and every other op, FLOP/s.
+    pub hardware_flops_per_device: f64,
+    /// Of the device's peak in the compute type.
+    pub mfu: f64,
+    pub memory: Vec<StageMemory>,
+    pub parts: Parts,
+    pub stages: Vec<StageTime>,
+}
+
+/// A priced layer.
+struct Layer {
+    option: LayerOption,
+    /// Nanoseconds of tensor-parallel collectives and copies, both passes.
+    traffic: u64,
+    /// Of one rank and micro-batch.
+    flops: u64,
+}
+
+/// # Errors
+/// A plan that is not one of this graph.
+pub fn predict(graph: &Graph, classes: &[u32], machine: &Machine, plan: &Plan) -> Result<Prediction, LowerError> {
+    let mesh = Mesh::new(plan.dp, plan.tp);
+    let mut padded = plan_padding(graph, &mesh, plan)?;
+    if let Some(batch) = graph.batch {
+        padded.0[batch] = plan.micro_batch;
+    }
+    let pricing = Pricing { graph, machine, mesh: Mesh::new(1, plan.tp), micro_batch: plan.micro_batch, boundary: plan.boundary, padded };
+    let layers = priced(&pricing, classes, plan)?;
+    let types = StateTypes { compute: plan.compute, optimizer: plan.optimizer };
+    let (p, m) = (plan.pp(), plan.micro_batches);
+    let terms = Terms { links: machine, mesh: &mesh, types, clip: plan.clip, homes: 2.min(p) };
+    let constant = terms.constant(p);
+    let crossing: Vec<u64> = boundaries(&pricing);
+    let boundary = crossing.iter().copied().max().unwrap_or(0);
+
+    let tied: Vec<bool> = layers.iter().map(|l| l.option.bytes.buckets.iter().any(|b| b.tied)).collect();
+    let mut stages = Vec::new();
+    let mut works = Vec::new();
+    let mut memory = Vec::new();
+    let mut parts = Vec::new();
+    for (stage, cut) in (0..p).zip(&plan.stages) {
+        let range = cut.first as usize..=cut.last as usize;
+        let (mut time, mut work, mut part) = (StageTime::default(), StageWork::default(), Parts::default());
+        for at in range.clone() {
+            let (layer, zero) = (&layers[at], plan.layer(at as u32).zero);
+            let home = match tied[at] {
+                false => Home::Together,
+                true if (cut.first as usize..at).any(|l| tied[l]) => Home::Repeated,
+                true if (0..tied.len()).any(|l| tied[l] && !range.contains(&l)) => Home::Apart,
+                true => Home::Together,
+            };
+            let sync = terms.sync(&layer.option.bytes, zero, home);
+            let terms = sync.terms(layer.option.forward, layer.option.backward);
+            time.time += terms.time;
+            time.end += terms.end;
+            work.forward += terms.forward;
+            work.backward += terms.time - terms.forward;
+            let compute = layer.option.time().0 - layer.traffic;
+            part.compute += Nanos(m * compute);
+            part.optimizer += Nanos(sync.update());
+            part.exposed_comm += Nanos(m * (terms.time - compute) + terms.end - sync.update());
+        }
+        if stage + 1 < p {
+            work.message = machine.message(&mesh, stage, crossing[cut.last as usize]).0;
+            time.time += 2 * work.message;
+            part.exposed_comm += Nanos(2 * m * work.message);
+        }
+        work.end = time.end;
+        let bytes: Vec<(&LayerBytes, Zero)> = range.map(|l| (&layers[l].option.bytes, plan.layer(l as u32).zero)).collect();
+        let in_flight = plan.schedule.in_flight(stage, p, m);
+        let arena = arena(&bytes, plan.dp, types, StagePosition { stage, stages: p, in_flight, boundary });
+        memory.push(StageMemory { arena, host: Bytes::ZERO, context: machine.device.context });
+        stages.push(time);
+        works.push(work);
+        parts.push(part);
+    }
+
+    let step = total(&stages, m, constant);
+    let slowest = (0..stages.len()).rev().max_by_key(|&s| (stages[s].time, stages[s].end)).unwrap_or(0);
+    let mut parts = parts[slowest];
+    parts.exposed_comm += Nanos(constant);
+    let own = parts.compute.0 + parts.exposed_comm.0 + parts.optimizer.0;
+    parts.bubble = Nanos(step.saturating_sub(own));
+
+    let seconds = Nanos(step).seconds().max(1e-12);
+    let devices = plan.devices() as f64;
+    let tokens_per_second = (plan.batch() * tokens_per_sequence(graph)) as f64 / seconds;
+    let model = model_flops(graph, plan.micro_batch) as f64 * (plan.dp * m) as f64 / seconds / devices;
+    let hardware = layers.iter().map(|l| l.flops as f64).sum::<f64>() * m as f64 / seconds / p as f64;
+    Ok(Prediction {
+        step: Nanos(step),
+        simulated: Nanos(simulate(&works, plan.schedule, m) + constant),
+        tokens_per_second,
+        tokens_per_second_per_device: tokens_per_second / devices,
+        model_flops_per_device: model,
+        hardware_flops_per_device: hardware,
+        mfu: model / machine.device.peak.of(plan.compute).0.max(1) as f64,
+        memory,
+        parts,
+        stages,
+    })
+}
+
+/// Each layer's price; layers of one class and plan have one.
+fn priced(pricing: &Pricing<'_>, classes: &[u32], plan: &Plan) -> Result<Vec<std::rc::Rc<Layer>>, LowerError> {
+    let sharder = Sharder::new(pricing.graph, pricing.mesh.clone(), pricing.padded.clone(), pricing.boundary)?;
+    let mut known: BTreeMap<(u32, u32), std::rc::Rc<Layer>> = BTreeMap::new();
+    let mut layers = Vec::new();
+    for (&class, at) in classes.iter().zip(0..) {
+        let key = (class, plan.layers[at as usize]);
+        if let Some(layer) = known.get(&key) {
+            layers.push(std::rc::Rc::clone(layer));
+            continue;
+        }
+        let option = pricing.price(at, plan.layer(at))?;
+        let fragment = sharder.layer(at, plan.layer(at))?;
+        let block = |&form: &_| fragment.local(form, pricing.graph, &pricing.mesh, &pricing.padded);
+        let (mut traffic, mut flops) = (0, 0);
+        for stmt in fragment.forward.iter().chain(&fragment.backward) {
+            match stmt {
+                Stmt::Run { node, ins, outs, .. } => {
+                    let (ins, outs): (Vec<LocalType>, Vec<LocalType>) = (ins.iter().map(block).collect(), outs.iter().map(block).collect());
+                    let cost = op_cost(&pricing.graph.nodes[*node].op, &ins.iter().collect::<Vec<_>>(), &outs.iter().collect::<Vec<_>>());
+                    flops += cost.flops;
+                }
+                Stmt::Reshard { from, to, step, .. } => {
+                    let pattern = match step {
+                        Step::AllReduce { .. } => Pattern::AllReduce,
+                        Step::ReduceScatter { .. } => Pattern::ReduceScatter,
+                        Step::AllGather { .. } => Pattern::AllGather,
+                        Step::Slice { .. } => continue,
+                    };
+                    let bytes = block(from).bytes().max(block(to).bytes());
+                    traffic += collective_time(pricing.machine, &pricing.mesh, step.axes(), pattern, bytes).0;
+                }
+            }
+        }
+        let layer = std::rc::Rc::new(Layer { traffic: traffic.min(option.time().0), option, flops });
+        known.insert(key, std::rc::Rc::clone(&layer));
+        layers.push(layer);
+    }
+    Ok(layers)
+}
+
+/// Bytes on one rank of what each layer but the last hands on.
+fn boundaries(pricing: &Pricing<'_>) -> Vec<u64> {
+    let block = |value: ValueId| {
+        let sharding = pricing.boundary_sharding(value)?;
+        Some(local_type(&pricing.graph.values[value].ty, &sharding, &pricing.padded, &pricing.mesh).bytes())
+    };
+    pricing.graph.boundaries().into_iter().map(|v| block(v).unwrap_or(0)).collect()
+}
+
+/// Elements of the first input in one sequence.
+fn tokens_per_sequence(graph: &Graph) -> u64 {
+    let Some(&tokens) = graph.inputs.first() else { return 1 };
+    graph.values[tokens].ty.dims.iter().filter(|&&d| Some(d) != graph.batch).map(|&d| graph.size(d)).product()
+}
+
+/// Multiplications and additions of matrix products, forward and backward, of one micro-batch.
+fn model_flops(graph: &Graph, micro_batch: u64) -> u64 {
+    let mut logical = Padded(graph.dims.map(|_, d| d.size));
+    if let Some(batch) = graph.batch {
+        logical.0[batch] = micro_batch;
+    }
+    let mesh = Mesh::new(1, 1);
+    let whole = |&value: &ValueId| {
+        let ty = &graph.values[value].ty;
+        local_type(ty, &Sharding::replicated(ty.dims.len()), &logical, &mesh)
+    };
+    let flops = |node: &dplan_ir::graph::Node| {
+        let (ins, outs): (Vec<LocalType>, Vec<LocalType>) = (node.inputs.iter().map(whole).collect(), node.outputs.iter().map(whole).collect());
+        let cost = op_cost(&node.op, &ins.iter().collect::<Vec<_>>(), &outs.iter().collect::<Vec<_>>());
+        match cost.unit {
+            Unit::Matrix { .. } => cost.flops,
+            Unit::Vector => 0,
+        }
+    };
+    graph.nodes.values().map(flops).sum()
+}

@@ -1,0 +1,206 @@
+//! The question and its answer: which plan, or why there is none.
+
+use crate::infeasible::{self, Shortage};
+use crate::lower::LowerError;
+use crate::machine::Machine;
+use crate::memory::StateTypes;
+use crate::menu::Menus;
+use crate::model::Model;
+use crate::pins::{PinError, Pins};
+use crate::problem::Problem;
+use crate::search::{Closed, Found, Statistics, explore};
+use crate::space::{layouts, nearest_batch};
+use crate::units::{Bytes, Nanos};
+use dplan_ir::dtype::DType;
+use dplan_ir::graph::Graph;
+use dplan_ir::optimizer::Optimizer;
+use dplan_ir::plan::{Clip, LayerPlan, Plan, StagePlan};
+
+/// Everything that decides the answer.
+pub struct Request<'a> {
+    /// Differentiated, its values typed in the compute type.
+    pub graph: &'a Graph,
+    /// The class of each layer.
+    pub classes: &'a [u32],
+    pub machine: &'a Machine,
+    /// Sequences of a step.
+    pub batch: u64,
+    pub compute: DType,
+    pub optimizer: Optimizer,
+    pub clip: Clip,
+    pub pins: Pins,
+    /// Of one device, arena and context together; the device's memory if absent.
+    pub memory_limit: Option<Bytes>,
+    /// Says when time is up; the answer then has an honest gap.
+    pub deadline: Option<&'a dyn Fn() -> bool>,
+}
+
+/// The best plan, and what is known about all others.
+#[derive(Clone, Debug)]
+pub struct Answer {
+    pub plan: Plan,
+    pub objective: Nanos,
+    pub statistics: Statistics,
+    /// How each tuple of the space was closed.
+    pub closed: Vec<Closed>,
+}
+
+/// Why there is no plan.
+#[derive(Clone, PartialEq, Debug, thiserror::Error)]
+pub enum Refusal {
+    #[error(transparent)]
+    Pins(#[from] PinError),
+    #[error(transparent)]
+    Graph(#[from] LowerError),
+    #[error("no dp · tp · pp makes {devices} devices{}: each stage needs one of {layers} layers", under(pins))]
+    Layout { devices: u64, layers: usize, pins: String },
+    #[error("a batch of {batch} sequences cannot be covered exactly{}{}", under(pins), nearest.map(|n| format!("; the nearest that can is {n}")).unwrap_or_default())]
+    Batch { batch: u64, nearest: Option<u64>, pins: String },
+    #[error("no layer choice is possible{}: some layer cannot be split this way, or ZeRO is pinned without data parallelism", under(pins))]
+    Impossible { pins: String },
+    #[error("{0}")]
+    Infeasible(Box<Infeasible>),
+    #[error("time ran out before any plan was found")]
+    Late,
+}
+
+/// Nothing fits.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Infeasible {
+    pub shortage: Shortage,
+    /// What arena and context may take on one device.
+    pub limit: Bytes,
+    /// The fewest devices that would do, if that many were found.
+    pub devices: Option<u64>,
+    /// Pins without any one of which a plan would fit.
+    pub conflicts: Vec<&'static str>,
+    pub pins: String,
+}
+
+impl std::fmt::Display for Infeasible {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Shortage { tuple, stage, bytes } = self.shortage;
+        write!(f, "no plan fits{}: the nearest (dp={} tp={} pp={} micro={}) ", under(&self.pins), tuple.dp, tuple.tp, tuple.pp, tuple.micro_batch)?;
+        write!(f, "is short of {bytes} bytes ({}) on each device of stage {stage}, of {} ({})", Bytes(bytes), self.limit.0, self.limit)?;
+        match self.devices {
+            Some(n) => write!(f, "; the fewest such devices that fit it: {n}")?,
+            None => write!(f, "; no larger number of such devices was found that fits it")?,
+        }
+        if !self.conflicts.is_empty() {
+            write!(f, "; it would fit without the pin {}", self.conflicts.join(", or without "))?;
+        }
+        Ok(())
+    }
+}
+
+fn under(pins: &str) -> String {
+    if pins.is_empty() { String::new() } else { format!(" under the pins {pins}") }
+}
+
+/// A request and the prices found for it so far.
+pub struct Planner<'a> {
+    pub request: Request<'a>,
+    pub prices: Model<'a>,
+    pub problem: Problem,
+}
+
+impl<'a> Planner<'a> {
+    /// # Errors
+    /// A graph that cannot be lowered, or pins that fit neither the model, the devices nor the batch.
+    pub fn new(request: Request<'a>) -> Result<Planner<'a>, Refusal> {
+        let prices = Model::new(request.graph, request.classes, request.machine)?;
+        request.pins.check_layers(request.classes.len() as u32)?;
+        let types = StateTypes { compute: request.compute, optimizer: request.optimizer };
+        let (devices, limit) = (request.machine.devices(), request.memory_limit.map(|b| b.0));
+        let problem = Problem::new(&prices, devices, request.batch, types, request.clip, request.pins.clone(), limit);
+        let (layers, batch, pins) = (problem.layers.len(), problem.batch, problem.pins.to_string());
+        let sizes = layouts(layers as u64, devices, &problem.pins);
+        if sizes.is_empty() {
+            return Err(Refusal::Layout { devices, layers, pins });
+        }
+        let covers = |dp: u64| match problem.pins.micro_batch.values() {
+            Some(sizes) => sizes.iter().any(|micro| batch % (dp * micro) == 0),
+            None => batch % dp == 0,
+        };
+        if batch == 0 || !sizes.iter().any(|&(_, _, dp)| covers(dp)) {
+            let nearest = nearest_batch(layers as u64, devices, batch, &problem.pins);
+            return Err(Refusal::Batch { batch, nearest, pins });
+        }
+        Ok(Planner { request, prices, problem })
+    }
+
+    /// The best plan.
+    ///
+    /// # Errors
+    /// If nothing fits, or no plan was found in time.
+    pub fn search(&mut self) -> Result<Answer, Refusal> {
+        let deadline = self.request.deadline;
+        let late = move || deadline.is_some_and(|late| late());
+        let outcome = explore(&self.problem, &mut self.prices, &late);
+        match outcome.best {
+            Some(found) => {
+                let (plan, objective) = (self.plan(&found), Nanos(found.solution.objective));
+                Ok(Answer { plan, objective, statistics: outcome.statistics, closed: outcome.closed })
+            }
+            None if !outcome.statistics.proved => Err(Refusal::Late),
+            None => Err(self.refuse(&late)),
+        }
+    }
+
+    /// Why nothing fits.
+    fn refuse(&mut self, late: &dyn Fn() -> bool) -> Refusal {
+        let pins = self.problem.pins.to_string();
+        let Some(shortage) = infeasible::shortage(&self.problem, &mut self.prices) else {
+            return Refusal::Impossible { pins };
+        };
+        let machine = self.request.machine;
+        let step = if machine.nodes == 1 { 1 } else { machine.per_node };
+        let devices = infeasible::fewest_devices(&self.problem, &mut self.prices, step, 1 << 20, late);
+        let conflicts = infeasible::conflicts(&self.problem, &mut self.prices);
+        let limit = self.request.memory_limit.unwrap_or(machine.device.memory);
+        Refusal::Infeasible(Box::new(Infeasible { shortage, limit, devices, conflicts, pins }))
+    }
+
+    /// What was found, as a plan.
+    pub fn plan(&self, found: &Found) -> Plan {
+        let Found { menus, solution } = found;
+        let mut options: Vec<LayerPlan> = Vec::new();
+        let layers = self.problem.layers.iter().zip(&solution.choices).map(|(&kind, &choice)| {
+            let plan = layer_plan(menus, kind, choice);
+            options.iter().position(|o| *o == plan).unwrap_or_else(|| {
+                options.push(plan);
+                options.len() - 1
+            }) as u32
+        });
+        let layers = layers.collect();
+        let tuple = &menus.tuple;
+        Plan {
+            dp: tuple.dp,
+            tp: tuple.tp,
+            micro_batch: tuple.micro_batch,
+            micro_batches: tuple.micro_batches,
+            schedule: tuple.schedule,
+            boundary: tuple.boundary,
+            stages: solution.stages.iter().map(|&(first, last)| StagePlan { first: first as u32, last: last as u32 }).collect(),
+            options,
+            layers,
+            compute: self.request.compute,
+            optimizer: self.request.optimizer,
+            clip: self.request.clip,
+        }
+    }
+}
+
+/// A choice, as a plan says it.
+pub fn layer_plan(menus: &Menus, kind: usize, choice: u32) -> LayerPlan {
+    let choice = &menus.choices[kind][choice as usize];
+    menus.offers[kind][choice.offer as usize].option.plan(choice.zero)
+}
+
+/// The best plan for a request.
+///
+/// # Errors
+/// Whatever keeps it from having one.
+pub fn search(request: Request<'_>) -> Result<Answer, Refusal> {
+    Planner::new(request)?.search()
+}

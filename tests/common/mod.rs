@@ -1,6 +1,9 @@
-//! Where data lies that tests read in place and that is no part of the repository.
+//! What several test binaries share: reference data made by others, the built program, tensor files.
+#![allow(dead_code)]
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
 
 /// The folder `shared`, found by `DPLAN_SHARED`, or beside this checkout, or beside the main checkout if this is a worktree of it. Where it is
 /// absent, the caller's test says so and proves nothing.
@@ -18,3 +21,88 @@ pub fn shared() -> Option<PathBuf> {
     }
     found
 }
+
+/// One file or folder of the shared data.
+pub fn reference(what: &str) -> Option<PathBuf> {
+    shared().map(|root| root.join(what))
+}
+
+/// A folder of this test's own, empty.
+pub fn scratch(name: &str) -> PathBuf {
+    let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let _ = std::fs::remove_dir_all(&dir);
+    std::fs::create_dir_all(&dir).unwrap();
+    dir
+}
+
+/// Runs the built `dplan`.
+pub fn dplan<S: AsRef<std::ffi::OsStr>>(args: &[S]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_dplan")).args(args).output().expect("the binary was built with the tests")
+}
+
+/// Runs the built `dplan`, which must succeed; its standard output.
+pub fn dplan_ok<S: AsRef<std::ffi::OsStr> + std::fmt::Debug>(args: &[S]) -> String {
+    let output = dplan(args);
+    let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "dplan {args:?} ended with {}\n{stdout}\n{stderr}", output.status);
+    stdout.into_owned()
+}
+
+/// The tensors of a safetensors file, as f64.
+pub fn tensors(path: &Path) -> BTreeMap<String, Vec<f64>> {
+    let bytes = std::fs::read(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    file.tensors()
+        .into_iter()
+        .map(|(name, view)| {
+            let data = match view.dtype() {
+                safetensors::Dtype::F32 => view.data().chunks_exact(4).map(|c| f64::from(f32::from_le_bytes(c.try_into().unwrap()))).collect(),
+                safetensors::Dtype::F64 => view.data().chunks_exact(8).map(|c| f64::from_le_bytes(c.try_into().unwrap())).collect(),
+                other => panic!("{name}: unexpected {other:?}"),
+            };
+            (name, data)
+        })
+        .collect()
+}
+
+/// Largest tensor error between two files with the same tensors: ‖x−y‖ / max(‖y‖, 1e-6·‖all‖), and the tensor that has it.
+/// Some gradients are zero by mathematics, hence the floor.
+pub fn worst_tensor_error(ours: &BTreeMap<String, Vec<f64>>, reference: &BTreeMap<String, Vec<f64>>) -> (f64, String) {
+    assert_eq!(ours.keys().collect::<Vec<_>>(), reference.keys().collect::<Vec<_>>(), "the files hold different tensors");
+    let norm = |x: &[f64]| x.iter().map(|v| v * v).sum::<f64>().sqrt();
+    let all = reference.values().map(|v| norm(v).powi(2)).sum::<f64>().sqrt();
+    let mut worst = (0.0, String::new());
+    for (name, y) in reference {
+        let x = &ours[name];
+        assert_eq!(x.len(), y.len(), "{name}");
+        let difference: Vec<f64> = x.iter().zip(y).map(|(a, b)| a - b).collect();
+        let error = norm(&difference) / norm(y).max(1e-6 * all);
+        assert!(error.is_finite(), "{name} is not finite");
+        if error > worst.0 {
+            worst = (error, name.clone());
+        }
+    }
+    worst
+}
+
+/// The JSON objects that `run --json` prints, one a line.
+pub fn json_lines(text: &str) -> Vec<serde_json::Value> {
+    text.lines().map(|l| serde_json::from_str(l).unwrap_or_else(|e| panic!("{e}: {l}"))).collect()
+}
+
+/// The plans under which every reference run must come out: name, ranks, pins.
+pub const PLANS: &[(&str, u32, &str)] = &[
+    ("one rank", 1, "dp=1,tp=1,pp=1"),
+    ("dp2", 2, "dp=2,zero=0"),
+    ("dp4 zero1", 4, "dp=4,zero=1"),
+    ("dp4 zero2", 4, "dp=4,zero=2"),
+    ("dp4 zero3", 4, "dp=4,zero=3"),
+    ("tp2", 2, "tp=2"),
+    ("tp4", 4, "tp=4"),
+    ("pp2", 2, "pp=2"),
+    ("pp4", 4, "pp=4"),
+    ("dp2 tp2 pp2 zero1", 8, "dp=2,tp=2,pp=2,zero=1"),
+    ("tp2 pp2 recompute micro1", 4, "tp=2,pp=2,recompute=full,micro=1"),
+    ("dp2 pp2 zero3", 4, "dp=2,pp=2,zero=3"),
+    ("pp4 micro4", 4, "pp=4,micro=4"),
+];

@@ -1,0 +1,287 @@
+//! `plan.json`: all that is needed to verify and run a plan, and nothing that depends on how it was found.
+//!
+//! It holds the model's forward graph and the programs as text (one line an array element, so that plans can be read and compared), the cluster, and
+//! the choices. The backward pass is derived again on load; costs are recomputed; search statistics are not in it: equal plans are equal bytes.
+
+use crate::cluster;
+use dplan_ir::dtype::DType;
+use dplan_ir::grad;
+use dplan_ir::graph::Graph;
+use dplan_ir::mesh::{AxisSet, Mesh};
+use dplan_ir::optimizer::Optimizer;
+use dplan_ir::plan::{Clip, Gathered, LayerPlan, Plan, Recompute, Schedule, StagePlan, Zero};
+use dplan_ir::program::Program;
+use dplan_ir::rule::Assignment;
+use dplan_ir::text;
+use dplan_planner::machine::Machine;
+use serde::{Deserialize, Serialize};
+use std::path::Path;
+use thiserror::Error;
+
+/// Changes when a reader of older files would misread newer ones.
+pub const VERSION: u32 = 1;
+
+/// A plan with everything it refers to.
+#[derive(Clone, Debug)]
+pub struct PlanFile {
+    /// With its backward pass, and the batch dim set to one micro-batch over all data-parallel ranks.
+    pub graph: Graph,
+    pub cluster: Machine,
+    pub plan: Plan,
+    pub program: Program,
+    pub seq: u64,
+}
+
+#[derive(Debug, Error)]
+pub enum PlanFileError {
+    #[error("{path}: cannot read")]
+    Read { path: String, source: std::io::Error },
+    #[error("{path}:{line}:{column}: not a plan: {what}")]
+    Json { path: String, line: usize, column: usize, what: String },
+    #[error("{path}: version {found}, this dplan reads version {VERSION}; compile the plan again")]
+    Version { path: String, found: u32 },
+    #[error("{path}: `{at}`: {what}")]
+    Wrong { path: String, at: String, what: String },
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Json {
+    dplan_plan: u32,
+    cluster: cluster::Json,
+    precision: String,
+    optimizer: String,
+    clip: String,
+    seq: u64,
+    choices: Choices,
+    graph: Vec<String>,
+    program: Vec<String>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Choices {
+    dp: u64,
+    tp: u64,
+    micro_batch: u64,
+    micro_batches: u64,
+    schedule: String,
+    /// Dim of layer boundaries that tensor-parallel ranks shard.
+    boundary: Option<u32>,
+    /// First and last layer of each stage.
+    stages: Vec<[u32; 2]>,
+    options: Vec<OptionJson>,
+    layers: Vec<u32>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct OptionJson {
+    zero: u8,
+    recompute: String,
+    gathered: String,
+    /// For each forward node: `f=tp0.tp1 s=tp2`, a factor and the axes that split it; empty if replicated.
+    strategy: Vec<String>,
+}
+
+impl PlanFile {
+    /// The file's text: equal plans give equal bytes.
+    pub fn to_json(&self) -> String {
+        let plan = &self.plan;
+        let mesh = Mesh::new(plan.dp, plan.tp);
+        let mut forward = self.graph.clone();
+        forward.strip_backward();
+        let json = Json {
+            dplan_plan: VERSION,
+            cluster: cluster::to_json(&self.cluster),
+            precision: plan.compute.to_string(),
+            optimizer: plan.optimizer.name().into(),
+            clip: clip_name(plan.clip).into(),
+            seq: self.seq,
+            choices: Choices {
+                dp: plan.dp,
+                tp: plan.tp,
+                micro_batch: plan.micro_batch,
+                micro_batches: plan.micro_batches,
+                schedule: plan.schedule.name().into(),
+                boundary: plan.boundary,
+                stages: plan.stages.iter().map(|s| [s.first, s.last]).collect(),
+                options: plan
+                    .options
+                    .iter()
+                    .map(|o| OptionJson {
+                        zero: o.zero.0,
+                        recompute: recompute_name(o.recompute).into(),
+                        gathered: gathered_name(o.gathered).into(),
+                        strategy: o.strategy.iter().map(|a| assignment_text(a, &mesh)).collect(),
+                    })
+                    .collect(),
+                layers: plan.layers.clone(),
+            },
+            graph: lines(&text::print_graph(&forward)),
+            program: lines(&text::print_program(&self.program, &self.graph)),
+        };
+        let mut out = serde_json::to_string_pretty(&json).unwrap_or_default();
+        out.push('\n');
+        out
+    }
+
+    /// Reads and checks a plan file; the program's proof is another matter ([`dplan_ir::verify`]).
+    ///
+    /// # Errors
+    /// Names the file, the place in it, what was wrong and what would be right.
+    pub fn read(path: &Path) -> Result<PlanFile, PlanFileError> {
+        let name = path.display().to_string();
+        let bytes = std::fs::read(path).map_err(|source| PlanFileError::Read { path: name.clone(), source })?;
+        Self::parse(&name, &bytes)
+    }
+
+    /// As [`PlanFile::read`], from memory; `path` is for messages.
+    ///
+    /// # Errors
+    /// As [`PlanFile::read`].
+    pub fn parse(path: &str, bytes: &[u8]) -> Result<PlanFile, PlanFileError> {
+        let wrong = |at: &str, what: String| PlanFileError::Wrong { path: path.into(), at: at.into(), what };
+        let json: Json = serde_json::from_slice(bytes).map_err(|e| PlanFileError::Json {
+            path: path.into(),
+            line: e.line(),
+            column: e.column(),
+            what: e.to_string(),
+        })?;
+        if json.dplan_plan != VERSION {
+            return Err(PlanFileError::Version { path: path.into(), found: json.dplan_plan });
+        }
+        let compute = DType::from_name(&json.precision).ok_or_else(|| wrong("precision", format!("`{}` is not an element type", json.precision)))?;
+        let optimizer = Optimizer::from_name(&json.optimizer).ok_or_else(|| wrong("optimizer", format!("`{}`: expected adamw or sgd", json.optimizer)))?;
+        let clip = match json.clip.as_str() {
+            "none" => Clip::None,
+            "global_norm" => Clip::GlobalNorm,
+            other => return Err(wrong("clip", format!("`{other}`: expected none or global_norm"))),
+        };
+        let choices = &json.choices;
+        for (at, n) in [("dp", choices.dp), ("tp", choices.tp), ("micro_batch", choices.micro_batch), ("micro_batches", choices.micro_batches)] {
+            if n == 0 || n > 1 << 32 {
+                return Err(wrong(&format!("choices.{at}"), format!("{n}: expected at least 1")));
+            }
+        }
+        let mesh = Mesh::new(choices.dp, choices.tp);
+        let schedule = Schedule::from_name(&choices.schedule).ok_or_else(|| wrong("choices.schedule", format!("`{}` is not a schedule", choices.schedule)))?;
+        let mut options = Vec::new();
+        for (i, o) in choices.options.iter().enumerate() {
+            let at = |field: &str| format!("choices.options[{i}].{field}");
+            if o.zero > 3 {
+                return Err(wrong(&at("zero"), format!("{}: expected 0 to 3", o.zero)));
+            }
+            options.push(LayerPlan {
+                zero: Zero(o.zero),
+                recompute: recompute_from(&o.recompute).ok_or_else(|| wrong(&at("recompute"), format!("`{}`: expected none or full", o.recompute)))?,
+                gathered: gathered_from(&o.gathered).ok_or_else(|| wrong(&at("gathered"), format!("`{}`: expected keep or again", o.gathered)))?,
+                strategy: o.strategy.iter().map(|s| assignment_from(s, &mesh)).collect::<Result<_, _>>().map_err(|what| wrong(&at("strategy"), what))?,
+            });
+        }
+        let forward = text::parse_graph(&json.graph.join("\n")).map_err(|e| wrong("graph", e.to_string()))?;
+        dplan_ir::verify::verify_graph(&forward).map_err(|errors| wrong("graph", errors.first().map(ToString::to_string).unwrap_or_default()))?;
+        let graph = grad::differentiate(&forward).map_err(|e| wrong("graph", e.to_string()))?;
+        let program = text::parse_program(&json.program.join("\n"), &graph).map_err(|e| wrong("program", e.to_string()))?;
+        let plan = Plan {
+            dp: choices.dp,
+            tp: choices.tp,
+            micro_batch: choices.micro_batch,
+            micro_batches: choices.micro_batches,
+            schedule,
+            boundary: choices.boundary,
+            stages: choices.stages.iter().map(|&[first, last]| StagePlan { first, last }).collect(),
+            options,
+            layers: choices.layers.clone(),
+            compute,
+            optimizer,
+            clip,
+        };
+        check_shape(&plan, &graph).map_err(|(at, what)| wrong(at, what))?;
+        let cluster = cluster::from_json(json.cluster).map_err(|e| wrong("cluster", e.to_string()))?;
+        Ok(PlanFile { graph, cluster, plan, program, seq: json.seq })
+    }
+}
+
+/// Stages cover the layers in order, and every index is in range, so that what is computed from the plan cannot fail.
+fn check_shape(plan: &Plan, graph: &Graph) -> Result<(), (&'static str, String)> {
+    let layers = graph.layer_count();
+    let mut next = 0;
+    for stage in &plan.stages {
+        if stage.first != next || stage.last < stage.first {
+            return Err(("choices.stages", format!("a stage begins at layer {}, expected {next}", stage.first)));
+        }
+        next = stage.last + 1;
+    }
+    if next != layers {
+        return Err(("choices.stages", format!("stages cover {next} layers, the model has {layers}")));
+    }
+    if plan.layers.len() != layers as usize {
+        return Err(("choices.layers", format!("{} entries, the model has {layers} layers", plan.layers.len())));
+    }
+    for (layer, &option) in plan.layers.iter().enumerate() {
+        let Some(o) = plan.options.get(option as usize) else {
+            return Err(("choices.layers", format!("layer {layer} has option {option}, there are {}", plan.options.len())));
+        };
+        let nodes = graph.forward_nodes().filter(|(_, n)| n.layer as usize == layer).count();
+        if o.strategy.len() != nodes {
+            return Err(("choices.options", format!("option {option} has {} strategies, layer {layer} has {nodes} nodes", o.strategy.len())));
+        }
+    }
+    Ok(())
+}
+
+fn lines(text: &str) -> Vec<String> {
+    text.lines().map(str::to_string).collect()
+}
+
+/// `f=tp0.tp1 s=tp2`.
+pub fn assignment_text(assignment: &Assignment, mesh: &Mesh) -> String {
+    let axes = |set: AxisSet| set.iter().map(|a| mesh.axis(a).name.as_str()).collect::<Vec<_>>().join(".");
+    assignment.0.iter().map(|&(label, set)| format!("{label}={}", axes(set))).collect::<Vec<_>>().join(" ")
+}
+
+fn assignment_from(text: &str, mesh: &Mesh) -> Result<Assignment, String> {
+    let mut assignment = Assignment::default();
+    for part in text.split_whitespace() {
+        let (label, axes) = part.split_once('=').ok_or_else(|| format!("`{part}`: expected a factor and its axes, such as f=tp0"))?;
+        let mut chars = label.chars();
+        let (Some(label), None) = (chars.next(), chars.next()) else {
+            return Err(format!("`{part}`: a factor is one letter"));
+        };
+        for axis in axes.split('.') {
+            let id = mesh.by_name(axis).ok_or_else(|| format!("`{part}`: the mesh has no axis `{axis}`"))?;
+            assignment.assign(label, AxisSet::one(id));
+        }
+    }
+    Ok(assignment)
+}
+
+fn clip_name(clip: Clip) -> &'static str {
+    match clip {
+        Clip::None => "none",
+        Clip::GlobalNorm => "global_norm",
+    }
+}
+
+pub fn recompute_name(recompute: Recompute) -> &'static str {
+    match recompute {
+        Recompute::None => "none",
+        Recompute::Full => "full",
+    }
+}
+
+fn recompute_from(name: &str) -> Option<Recompute> {
+    [Recompute::None, Recompute::Full].into_iter().find(|&r| recompute_name(r) == name)
+}
+
+fn gathered_name(gathered: Gathered) -> &'static str {
+    match gathered {
+        Gathered::Keep => "keep",
+        Gathered::Again => "again",
+    }
+}
+
+fn gathered_from(name: &str) -> Option<Gathered> {
+    [Gathered::Keep, Gathered::Again].into_iter().find(|&g| gathered_name(g) == name)
+}

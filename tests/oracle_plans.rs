@@ -1,0 +1,73 @@
+//! PyTorch's golden training runs, reproduced from the command line under many plans.
+//!
+//! Tolerances are what float32 noise allows with a margin (correct code was measured at 1e-6 / 8e-6 / 1e-6 / 3e-5; a wrong GELU shows 2.6e-5 in gradients).
+
+mod common;
+
+use common::{PLANS, dplan_ok, json_lines, reference, scratch, tensors, worst_tensor_error};
+use std::path::Path;
+
+const LOSS: f64 = 1e-5;
+const NORM: f64 = 5e-5;
+const GRADS: f64 = 1e-5;
+const FINAL: f64 = 3e-4;
+
+fn check(arch: &str) {
+    let Some(oracle) = reference(&format!("oracle/{arch}")) else { return };
+    let expected: serde_json::Value = serde_json::from_slice(&std::fs::read(oracle.join("expected.json")).unwrap()).unwrap();
+    let series = |key: &str| expected[key].as_array().unwrap().iter().map(|v| v.as_f64().unwrap()).collect::<Vec<_>>();
+    let (losses, norms) = (series("loss_per_step"), series("grad_norm_before_clip_per_step"));
+    let (grads, last) = (tensors(&oracle.join("grads_step0.safetensors")), tensors(&oracle.join("final.safetensors")));
+    let dir = scratch(&format!("oracle-{arch}"));
+    let mut wrong = Vec::new();
+    for (name, ranks, pins) in PLANS {
+        let (plan, g, f) = (dir.join("plan.json"), dir.join("grads.safetensors"), dir.join("final.safetensors"));
+        let path = |p: &Path| p.to_str().unwrap().to_string();
+        let cluster = format!("cpu:{ranks}");
+        let config = path(&oracle.join("config.json"));
+        dplan_ok(&["compile", &config, "--cluster", &cluster, "--batch", "8", "--seq", "32", "--pin", pins, "-o", &path(&plan)]);
+        let out = dplan_ok(&[
+            "run", &path(&plan), "--data", &path(&oracle.join("tokens.json")), "--init", &path(&oracle.join("weights.safetensors")),
+            "--steps", "6", "--lr", "0.003", "--betas", "0.9,0.95", "--eps", "1e-8", "--weight-decay", "0.1", "--clip", "1.0",
+            "--save-grads", &path(&g), "--save", &path(&f), "--json",
+        ]);
+        let lines = json_lines(&out);
+        for (step, line) in lines.iter().filter(|l| l.get("step").is_some()).enumerate() {
+            let (loss, norm) = (line["loss"].as_f64().unwrap(), line["grad_norm"].as_f64().unwrap());
+            if (loss - losses[step]).abs() > LOSS {
+                wrong.push(format!("{name}: loss of step {step} is {loss}, PyTorch has {}", losses[step]));
+            }
+            if (norm - norms[step]).abs() / norms[step] > NORM {
+                wrong.push(format!("{name}: gradient norm of step {step} is {norm}, PyTorch has {}", norms[step]));
+            }
+        }
+        assert_eq!(lines.iter().filter(|l| l.get("step").is_some()).count(), losses.len());
+        for (what, ours, reference, tolerance) in [("gradient", &g, &grads, GRADS), ("final weight", &f, &last, FINAL)] {
+            let (error, tensor) = worst_tensor_error(&tensors(ours), reference);
+            if error > tolerance {
+                wrong.push(format!("{name}: {what} {tensor} is off by {error:.1e}, more than {tolerance:.0e}"));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{arch}:\n{}", wrong.join("\n"));
+}
+
+#[test]
+fn gpt2_trains_as_in_pytorch() {
+    check("gpt2");
+}
+
+#[test]
+fn llama_trains_as_in_pytorch() {
+    check("llama");
+}
+
+#[test]
+fn llama_with_tied_embeddings_trains_as_in_pytorch() {
+    check("llama-tied");
+}
+
+#[test]
+fn mixtral_trains_as_in_pytorch() {
+    check("mixtral");
+}

@@ -80,6 +80,10 @@ impl<K: Id, V> Table<K, V> {
     pub fn is_empty(&self) -> bool {
         self.rows.is_empty()
     }
+    /// Drops all rows from the `len`th on.
+    pub fn truncate(&mut self, len: usize) {
+        self.rows.truncate(len);
+    }
     pub fn get(&self, id: K) -> Option<&V> {
         self.rows.get(id.index())
     }

@@ -161,6 +161,17 @@ impl Graph {
     pub fn layer_count(&self) -> u32 {
         self.nodes.values().map(|n| n.layer + 1).max().unwrap_or(0)
     }
+    /// The graph as it was before differentiation: backward nodes and their values stand behind the forward ones.
+    pub fn strip_backward(&mut self) {
+        let nodes = self.forward_nodes().count();
+        let first_backward = self.nodes.values().nth(nodes).and_then(|n| n.outputs.first().copied());
+        self.nodes.truncate(nodes);
+        if let Some(value) = first_backward {
+            self.values.truncate(value.0 as usize);
+        }
+        self.grads = Table::new();
+        self.cotangents = Table::new();
+    }
     pub fn is_differentiated(&self) -> bool {
         !self.grads.is_empty() || self.params.is_empty()
     }

@@ -1,40 +1,16 @@
-//! Writing files so that nothing is lost: to a temporary beside the target, synced, renamed.
+//! What commands write: files, and numbers for people.
 
+use crate::export::whole_file;
 use anyhow::Context;
-use std::fs::{self, File};
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Replaces `path` by `bytes`, or leaves it as it was.
 ///
 /// # Errors
 /// Names the path, and what the file system said.
 pub fn write(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
-    let temporary = temporary(path);
-    let written = (|| {
-        let mut file = File::create(&temporary)?;
-        file.write_all(bytes)?;
-        file.sync_all()?;
-        fs::rename(&temporary, path)
-    })();
-    written.inspect_err(|_| drop(fs::remove_file(&temporary))).with_context(|| format!("{}: cannot write", path.display()))
-}
-
-/// Says now, before any work is done, whether `path` can be written.
-///
-/// # Errors
-/// Names the path, and what the file system said.
-pub fn check_writable(path: &Path) -> anyhow::Result<()> {
-    let temporary = temporary(path);
-    anyhow::ensure!(!path.is_dir(), "{}: is a directory, expected the name of a file", path.display());
-    File::create(&temporary).with_context(|| format!("{}: cannot write", path.display()))?;
-    fs::remove_file(&temporary).with_context(|| format!("{}: cannot remove", temporary.display()))
-}
-
-fn temporary(path: &Path) -> PathBuf {
-    let mut name = path.file_name().unwrap_or_default().to_os_string();
-    name.push(format!(".{}.tmp", std::process::id()));
-    path.with_file_name(name)
+    whole_file(path, |mut file| file.write_all(bytes)).with_context(|| format!("{}: cannot write", path.display()))
 }
 
 /// A number of bytes for people: `1.50 GiB`.

@@ -25,6 +25,19 @@ pub fn whole_file(path: &Path, fill: impl FnOnce(&File) -> io::Result<()>) -> io
     })
 }
 
+/// Says now, before any work is done, whether [`whole_file`] could write `path`.
+///
+/// # Errors
+/// What the file system says.
+pub fn check_writable(path: &Path) -> io::Result<()> {
+    if fs::metadata(path).is_ok_and(|m| m.is_dir()) {
+        return Err(io::Error::new(io::ErrorKind::IsADirectory, "it is a directory, expected the name of a file"));
+    }
+    let temporary = temporary_beside(&fs::canonicalize(path).unwrap_or_else(|_| path.to_path_buf()))?;
+    File::create_new(&temporary)?;
+    fs::remove_file(&temporary)
+}
+
 fn temporary_beside(target: &Path) -> io::Result<PathBuf> {
     let name = target.file_name().ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "the path names no file"))?;
     let mut name = name.to_os_string();

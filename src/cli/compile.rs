@@ -1,0 +1,162 @@
+//! `dplan compile`: the main job.
+
+use super::model::{self, ModelArgs};
+use super::output::{self, gib, seconds};
+use super::{Failure, Outcome, Result, args, progress, report};
+use crate::cluster;
+use crate::compile::{CompileError, Compiled, Options, compile};
+use crate::export;
+use anyhow::Context;
+use clap::ValueEnum;
+use dplan_ir::dtype::DType;
+use dplan_ir::optimizer::Optimizer;
+use dplan_ir::plan::Clip;
+use dplan_planner::machine::Machine;
+use dplan_planner::pins::Pins;
+use dplan_planner::request::Refusal;
+use dplan_planner::units::Bytes;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+/// Sequences a device where no batch is given.
+const DEFAULT_BATCH: u64 = 8;
+
+/// Find the fastest plan that fits, prove it, lower it, verify it, write it.
+#[derive(clap::Args)]
+#[command(after_help = "Examples:\n  dplan compile config.json --cluster cpu:4 -o plan.json\n  \
+    dplan compile llama-3.1-405b.json --cluster h100:8x2048 --seq 8192 --batch 2048\n  \
+    dplan compile config.json --cluster h100:8x16 --pin tp=8,zero=1+3 --tokens 1T --price 2.5")]
+pub struct Args {
+    /// A Hugging Face config.json, or a graph in dplan's own JSON.
+    model: PathBuf,
+    #[command(flatten)]
+    options: ModelArgs,
+    /// DEVICE:PER_NODExNODES, cpu:N, local, or a JSON file.
+    #[arg(long, default_value = "local", value_name = "C")]
+    cluster: String,
+    /// Sequences of one step, over all devices [default: 8 a device].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
+    batch: Option<u64>,
+    #[arg(long, default_value = "adamw")]
+    optimizer: OptimizerName,
+    /// Choices already made: dp tp pp micro zero recompute schedule sp; values joined by +, zero@0-11=3 for a range of layers.
+    #[arg(long, default_value = "", value_name = "k=v,…")]
+    pin: String,
+    /// Memory that arena and context may take on one device, such as 40GiB.
+    #[arg(long, value_name = "BYTES", value_parser = args::bytes)]
+    memory_limit: Option<u64>,
+    /// Stop searching after so long; the plan then says how far from optimal it may be.
+    #[arg(long, value_name = "S")]
+    time_limit: Option<f64>,
+    /// Length of the training run, such as 1T: gives its days.
+    #[arg(long, value_name = "N", value_parser = args::tokens)]
+    tokens: Option<f64>,
+    /// Price of one device for one hour, USD: with --tokens gives the run's cost.
+    #[arg(long, value_name = "USD")]
+    price: Option<f64>,
+    /// Write the plan here.
+    #[arg(short, long, value_name = "plan.json")]
+    output: Option<PathBuf>,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum OptimizerName {
+    Adamw,
+    Sgd,
+}
+
+pub fn run(args: Args) -> Result<Outcome> {
+    let begin = Instant::now();
+    if let Some(path) = &args.output {
+        export::check_writable(path).with_context(|| format!("{}: cannot write", path.display()))?;
+    }
+    let pins = Pins::parse(&args.pin)?;
+    let machine = cluster::parse(&args.cluster)?;
+    let model = model::load_for(&args.model, &args.options, default_precision(&machine))?;
+    let mut notes = model.notes.clone();
+    let batch = args.batch.unwrap_or_else(|| {
+        let batch = DEFAULT_BATCH * machine.devices();
+        notes.push(format!("batch {batch}: {DEFAULT_BATCH} sequences a device; --batch says otherwise"));
+        batch
+    });
+    let compute = compute_type(&model.graph);
+    let late = args.time_limit.map(|s| {
+        let end = begin + Duration::try_from_secs_f64(s.max(0.0)).unwrap_or(Duration::MAX / 4);
+        move || Instant::now() >= end
+    });
+    let options = Options {
+        cluster: machine,
+        batch,
+        compute,
+        optimizer: match args.optimizer {
+            OptimizerName::Adamw => Optimizer::AdamW,
+            OptimizerName::Sgd => Optimizer::Sgd,
+        },
+        clip: Clip::GlobalNorm,
+        pins,
+        memory_limit: args.memory_limit.map(Bytes),
+        deadline: late.as_ref().map(|l| l as &dyn Fn() -> bool),
+    };
+    let spinner = progress::spinner("planning");
+    let compiled = compile(&model.graph, &options);
+    spinner.finish_and_clear();
+    let compiled = match compiled {
+        Ok(compiled) => compiled,
+        Err(CompileError::Refused(refusal)) => return refused(&args, &refusal),
+        Err(error @ (CompileError::Lower(_) | CompileError::Violated(_))) => return Err(Failure::fault(error)),
+        Err(error) => return Err(error.into()),
+    };
+    if let Some(path) = &args.output {
+        output::write(path, compiled.file.to_json().as_bytes())?;
+    }
+    let run = report::TrainingRun { tokens: args.tokens, price: args.price };
+    let took = begin.elapsed().as_secs_f64();
+    if args.json {
+        println!("{}", report::json(&model, &compiled, run, took));
+    } else {
+        for note in &notes {
+            eprintln!("note: {note}");
+        }
+        print!("{}", report::text(&model, &compiled, run));
+        footer(&args, &compiled, took);
+    }
+    Ok(Outcome::Done)
+}
+
+fn footer(args: &Args, compiled: &Compiled, took: f64) {
+    let largest = compiled.prediction.memory.iter().map(|m| m.arena_bytes()).max().unwrap_or(0);
+    println!("programs    {} stages lowered and verified, arena {} a device at most", compiled.file.program.stages.len(), gib(largest));
+    match &args.output {
+        Some(path) => println!("written     {} in {}", path.display(), seconds(took)),
+        None => println!("not written (no -o); took {}", seconds(took)),
+    }
+}
+
+/// The answer is no where nothing fits; the question was wrong where pins, batch and devices do not go together.
+fn refused(args: &Args, refusal: &Refusal) -> Result<Outcome> {
+    match refusal {
+        Refusal::Infeasible(_) | Refusal::Late => {
+            if args.json {
+                println!("{}", serde_json::json!({ "infeasible": refusal.to_string() }));
+            }
+            eprintln!("{}: {refusal}", args.cluster);
+            Ok(Outcome::No)
+        }
+        Refusal::Pins(_) | Refusal::Graph(_) | Refusal::Layout { .. } | Refusal::Batch { .. } | Refusal::Impossible { .. } => {
+            Err(anyhow::anyhow!("{refusal}").into())
+        }
+    }
+}
+
+/// CPU ranks compute in f32; other devices in 16 bits.
+fn default_precision(machine: &Machine) -> DType {
+    if machine.device.name == "cpu" { DType::F32 } else { DType::Bf16 }
+}
+
+/// The type the importer gave the parameters.
+fn compute_type(graph: &dplan_ir::graph::Graph) -> DType {
+    graph.params.values().next().map_or(DType::F32, |p| graph.values[p.value].ty.dtype)
+}

@@ -1,0 +1,182 @@
+//! What `compile` and `explain` say of a plan, for people and as JSON. The JSON names are stable.
+
+use super::output::{gib, seconds};
+use crate::cluster;
+use crate::compile::Compiled;
+use crate::import::Model;
+use crate::planfile::{PlanFile, recompute_name};
+use dplan_planner::predict::Prediction;
+use serde_json::{Value, json};
+use std::fmt::Write;
+
+/// What a training run of a given length would take.
+#[derive(Clone, Copy, Default)]
+pub struct TrainingRun {
+    pub tokens: Option<f64>,
+    /// USD for one device and hour.
+    pub price: Option<f64>,
+}
+
+impl TrainingRun {
+    fn days(&self, tokens_per_second: f64) -> Option<f64> {
+        self.tokens.map(|t| t / tokens_per_second / 86_400.0)
+    }
+    fn cost(&self, tokens_per_second: f64, devices: u64) -> Option<f64> {
+        Some(self.days(tokens_per_second)? * 24.0 * self.price? * devices as f64)
+    }
+}
+
+/// One object: model, cluster, chosen, predicted, search, baselines.
+pub fn json(model: &Model, compiled: &Compiled, run: TrainingRun, took: f64) -> Value {
+    let (file, s) = (&compiled.file, &compiled.statistics);
+    json!({
+        "model": { "name": model.name, "params": model.graph.param_count() },
+        "cluster": { "name": cluster::name(&file.cluster), "devices": file.cluster.devices() },
+        "chosen": chosen(file),
+        "predicted": predicted(&compiled.prediction, file, run),
+        "search": {
+            "seconds": took, "space": s.space, "solved": s.solved,
+            "lower_bound_seconds": s.lower_bound as f64 * 1e-9, "gap": s.gap, "proved": s.proved,
+        },
+        "baselines": [],
+    })
+}
+
+fn chosen(file: &PlanFile) -> Value {
+    let plan = &file.plan;
+    let stages: Vec<Value> = plan.stages.iter().map(|s| json!({ "layers": [s.first, s.last], "devices": plan.dp * plan.tp })).collect();
+    json!({
+        "dp": plan.dp, "tp": plan.tp, "cp": 1, "ep": 1, "etp": 1, "pp": plan.pp(), "virtual": 1, "schedule": plan.schedule.name(),
+        "micro_batch": plan.micro_batch, "micro_batches": plan.micro_batches, "sp": plan.boundary.is_some(), "stages": stages,
+        "layers": (0..plan.layers.len() as u32).map(|l| {
+            let o = plan.layer(l);
+            json!({ "zero": o.zero.0, "recompute": recompute_name(o.recompute) })
+        }).collect::<Vec<_>>(),
+    })
+}
+
+fn predicted(p: &Prediction, file: &PlanFile, run: TrainingRun) -> Value {
+    let memory: Vec<Value> = p
+        .memory
+        .iter()
+        .map(|m| json!({ "arena_bytes": m.arena_bytes(), "host_bytes": m.host.0, "context_bytes": m.context.0, "total_bytes": m.total_bytes() }))
+        .collect();
+    json!({
+        "step_seconds": p.step.seconds(), "simulated_seconds": p.simulated.seconds(),
+        "tokens_per_second": p.tokens_per_second, "tokens_per_second_per_device": p.tokens_per_second_per_device,
+        "model_tflops_per_device": p.model_flops_per_device * 1e-12, "hardware_tflops_per_device": p.hardware_flops_per_device * 1e-12, "mfu": p.mfu,
+        "memory": memory,
+        "parts": {
+            "compute": p.parts.compute.seconds(), "exposed_comm": p.parts.exposed_comm.seconds(), "bubble": p.parts.bubble.seconds(),
+            "optimizer": p.parts.optimizer.seconds(), "offload": p.parts.offload.seconds(),
+        },
+        "days": run.days(p.tokens_per_second), "cost_usd": run.cost(p.tokens_per_second, file.cluster.devices()),
+    })
+}
+
+/// The answer for people.
+pub fn text(model: &Model, compiled: &Compiled, run: TrainingRun) -> String {
+    let (file, p, s) = (&compiled.file, &compiled.prediction, &compiled.statistics);
+    let plan = &file.plan;
+    let mut out = String::new();
+    let devices = file.cluster.devices();
+    let _ = writeln!(out, "model       {} ({} parameters, {} layers, sequence {})", model.name, grouped(model.graph.param_count()), plan.layers.len(), file.seq);
+    let _ = writeln!(out, "cluster     {} ({devices} devices), {} {}", cluster::name(&file.cluster), plan.compute, plan.optimizer.name());
+    out += &choice(file);
+    let _ = writeln!(
+        out,
+        "step        {} predicted ({} simulated), {:.0} tokens/s, {:.2} model TFLOP/s a device, MFU {:.1} %",
+        seconds(p.step.seconds()),
+        seconds(p.simulated.seconds()),
+        p.tokens_per_second,
+        p.model_flops_per_device * 1e-12,
+        p.mfu * 100.0
+    );
+    let share = |part: f64| part / p.step.seconds().max(1e-12) * 100.0;
+    let parts = [("compute", p.parts.compute), ("exposed communication", p.parts.exposed_comm), ("bubble", p.parts.bubble), ("optimizer", p.parts.optimizer)];
+    let parts: Vec<String> = parts.iter().map(|(name, part)| format!("{name} {:.1} %", share(part.seconds()))).collect();
+    let _ = writeln!(out, "            {}", parts.join(", "));
+    out += &memory(p, file);
+    if let Some(days) = run.days(p.tokens_per_second) {
+        let cost = run.cost(p.tokens_per_second, devices).map_or(String::new(), |c| format!(", {} USD", grouped(c as u64)));
+        let _ = writeln!(out, "run         {days:.1} days{cost}");
+    }
+    let proof = if s.proved { "proved optimal in this space and cost model".to_string() } else { format!("not proved: at most {:.2} % from optimal", s.gap * 100.0) };
+    let _ = writeln!(out, "search      {} layouts, {} solved exactly; {proof}", s.space, s.solved);
+    out
+}
+
+/// Degrees, schedule, stages and the ways layers run.
+pub fn choice(file: &PlanFile) -> String {
+    let plan = &file.plan;
+    let mut out = String::new();
+    let sp = match plan.boundary {
+        Some(1) => " with sequence parallelism".to_string(),
+        Some(d) => format!(" with dim {d} of layer boundaries sharded"),
+        None => String::new(),
+    };
+    let _ = writeln!(
+        out,
+        "plan        dp {} · tp {}{sp} · pp {}, {} of {} micro-batches of {}",
+        plan.dp,
+        plan.tp,
+        plan.pp(),
+        plan.schedule.name(),
+        plan.micro_batches,
+        plan.micro_batch
+    );
+    for (at, stage) in plan.stages.iter().enumerate() {
+        // Runs of layers with equal options.
+        let mut runs: Vec<(u32, u32, u32)> = Vec::new();
+        for layer in stage.first..=stage.last {
+            let option = plan.layers[layer as usize];
+            match runs.last_mut() {
+                Some((_, last, o)) if *o == option => *last = layer,
+                _ => runs.push((layer, layer, option)),
+            }
+        }
+        let runs: Vec<String> = runs
+            .iter()
+            .map(|&(first, last, option)| {
+                let o = &plan.options[option as usize];
+                let span = if first == last { format!("{first}") } else { format!("{first}-{last}") };
+                format!("{span} zero {} recompute {}", o.zero.0, recompute_name(o.recompute))
+            })
+            .collect();
+        let _ = writeln!(out, "  stage {at:<4} layers {}", runs.join("; "));
+    }
+    out
+}
+
+fn memory(p: &Prediction, file: &PlanFile) -> String {
+    let mut out = String::new();
+    for (stage, m) in p.memory.iter().enumerate() {
+        let a = &m.arena;
+        let _ = writeln!(
+            out,
+            "{}stage {stage}: {} of {} (states {}, activations {}, workspace {}, buffers {}, context {})",
+            if stage == 0 { "memory      " } else { "            " },
+            gib(m.total_bytes()),
+            gib(file.cluster.device.memory.0),
+            gib(a.states),
+            gib(a.frames),
+            gib(a.workspace),
+            gib(a.boundary + a.ring + a.scalars),
+            gib(m.context.0)
+        );
+    }
+    out
+}
+
+/// `8,030,261,248`.
+pub fn grouped(n: u64) -> String {
+    let digits = n.to_string();
+    let mut out = String::new();
+    for (at, digit) in digits.chars().enumerate() {
+        if at > 0 && (digits.len() - at) % 3 == 0 {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}

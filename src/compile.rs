@@ -1,0 +1,124 @@
+//! From a model and a cluster to a verified plan: the flat list of passes.
+//!
+//! ```text
+//! differentiate · classes · search · set batch · lower · verify
+//! ```
+//! With `DPLAN_DUMP=dir` every stage is written there, numbered, as text.
+
+use crate::planfile::PlanFile;
+use anyhow::Context;
+use dplan_ir::dtype::DType;
+use dplan_ir::graph::Graph;
+use dplan_ir::optimizer::Optimizer;
+use dplan_ir::plan::Clip;
+use dplan_ir::verify::{self, program::Violation};
+use dplan_ir::{grad, layers, text};
+use dplan_planner::lower::{self, LowerError};
+use dplan_planner::machine::Machine;
+use dplan_planner::pins::Pins;
+use dplan_planner::predict::{Prediction, predict};
+use dplan_planner::request::{Planner, Refusal, Request};
+use dplan_planner::search::{Closed, Statistics};
+use dplan_planner::units::Bytes;
+use std::path::PathBuf;
+use thiserror::Error;
+
+/// The question, but for the model.
+pub struct Options<'a> {
+    pub cluster: Machine,
+    /// Sequences of a step.
+    pub batch: u64,
+    pub compute: DType,
+    pub optimizer: Optimizer,
+    pub clip: Clip,
+    pub pins: Pins,
+    pub memory_limit: Option<Bytes>,
+    /// Says when time is up.
+    pub deadline: Option<&'a dyn Fn() -> bool>,
+}
+
+/// A plan, proved and lowered, and what it costs.
+pub struct Compiled {
+    pub file: PlanFile,
+    pub prediction: Prediction,
+    pub statistics: Statistics,
+    pub closed: Vec<Closed>,
+}
+
+#[derive(Debug, Error)]
+pub enum CompileError {
+    #[error(transparent)]
+    Refused(#[from] Refusal),
+    /// The two below are dplan's own faults.
+    #[error("the plan found cannot be lowered: {0}")]
+    Lower(#[from] LowerError),
+    #[error("the programs lowered do not verify; the first of {} violations: {}", .0.len(), .0.first().map(ToString::to_string).unwrap_or_default())]
+    Violated(Vec<Violation>),
+    #[error("the model cannot be differentiated: {0}")]
+    Grad(#[from] grad::GradError),
+    #[error("{0:#}")]
+    Dump(anyhow::Error),
+}
+
+/// Plans, lowers and verifies.
+///
+/// # Errors
+/// If there is no such plan, or one of dplan's own passes is wrong.
+pub fn compile(forward: &Graph, options: &Options<'_>) -> Result<Compiled, CompileError> {
+    let dump = Dump::from_environment();
+    dump.write("graph", || text::print_graph(forward))?;
+    let mut graph = grad::differentiate(forward)?;
+    dump.write("differentiated", || text::print_graph(&graph))?;
+    let classes = layers::classes(&graph);
+    let answer = Planner::new(Request {
+        graph: &graph,
+        classes: &classes,
+        machine: &options.cluster,
+        batch: options.batch,
+        compute: options.compute,
+        optimizer: options.optimizer,
+        clip: options.clip,
+        pins: options.pins.clone(),
+        memory_limit: options.memory_limit,
+        deadline: options.deadline,
+    })?
+    .search()?;
+    let prediction = predict(&graph, &classes, &options.cluster, &answer.plan)?;
+    graph.set_batch(answer.plan.dp * answer.plan.micro_batch);
+    if dump.is_on() {
+        let sharded = lower::shard(&graph, &answer.plan)?;
+        dump.write("sharded", || text::print_sharded(&sharded, &graph))?;
+    }
+    let program = lower::lower(&graph, &answer.plan)?;
+    dump.write("program", || text::print_program(&program, &graph))?;
+    verify::verify_program(&graph, &program).map_err(CompileError::Violated)?;
+    let seq = forward.inputs.first().map_or(1, |&tokens| forward.shape(tokens).into_iter().skip(1).product());
+    let file = PlanFile { graph, cluster: options.cluster.clone(), plan: answer.plan, program, seq };
+    Ok(Compiled { file, prediction, statistics: answer.statistics, closed: answer.closed })
+}
+
+/// Numbered dumps of the stages.
+struct Dump {
+    dir: Option<PathBuf>,
+}
+
+/// Their order of writing.
+const STAGES: [&str; 4] = ["graph", "differentiated", "sharded", "program"];
+
+impl Dump {
+    fn from_environment() -> Dump {
+        Dump { dir: std::env::var_os("DPLAN_DUMP").map(PathBuf::from) }
+    }
+    fn is_on(&self) -> bool {
+        self.dir.is_some()
+    }
+    fn write(&self, stage: &str, text: impl FnOnce() -> String) -> Result<(), CompileError> {
+        let Some(dir) = &self.dir else { return Ok(()) };
+        let number = STAGES.iter().position(|s| *s == stage).unwrap_or(STAGES.len());
+        let path = dir.join(format!("{number}-{stage}.dp"));
+        std::fs::create_dir_all(dir)
+            .and_then(|()| std::fs::write(&path, text()))
+            .with_context(|| format!("DPLAN_DUMP: {}: cannot write", path.display()))
+            .map_err(CompileError::Dump)
+    }
+}

@@ -10,6 +10,7 @@ mod explain;
 mod model;
 mod output;
 mod progress;
+mod report;
 mod run;
 mod schema;
 mod trace;

@@ -11,9 +11,6 @@ use std::path::PathBuf;
 #[command(after_help = "Example:\n  dplan verify plan.json")]
 pub struct Args {
     plan: PathBuf,
-    /// Also check the certificate of optimality beside the plan.
-    #[arg(long)]
-    certificate: bool,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
@@ -36,9 +33,6 @@ pub fn run(args: Args) -> Result<Outcome> {
     } else {
         print!("{}", text::annotate_program(&file.program, &file.graph, &violations));
         eprintln!("{}: {} violations", args.plan.display(), violations.len());
-    }
-    if args.certificate && !super::explain::check_certificate(&args.plan, &file)? {
-        return Ok(Outcome::No);
     }
     Ok(if ok { Outcome::Done } else { Outcome::No })
 }

@@ -180,7 +180,9 @@ impl PlanFile {
             });
         }
         let forward = text::parse_graph(&json.graph.join("\n")).map_err(|e| wrong("graph", e.to_string()))?;
-        dplan_ir::verify::verify_graph(&forward).map_err(|errors| wrong("graph", errors.first().map(ToString::to_string).unwrap_or_default()))?;
+        if let Some(error) = dplan_ir::verify::verify_graph(&forward).first() {
+            return Err(wrong("graph", error.to_string()));
+        }
         let graph = grad::differentiate(&forward).map_err(|e| wrong("graph", e.to_string()))?;
         let program = text::parse_program(&json.program.join("\n"), &graph).map_err(|e| wrong("program", e.to_string()))?;
         let plan = Plan {

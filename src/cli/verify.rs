@@ -20,18 +20,22 @@ pub fn run(args: Args) -> Result<Outcome> {
     let file = PlanFile::read(&args.plan)?;
     let instructions: usize = file.program.stages.iter().flat_map(|s| s.segments.values()).map(|s| s.body.len()).sum();
     let programs = file.program.stages.len();
-    let violations = verify::verify_program(&file.graph, &file.program).err().unwrap_or_default();
+    let (facts, violations) = match verify::verify_program(&file.graph, &file.program) {
+        Ok(facts) => (facts, Vec::new()),
+        Err(violations) => (Default::default(), violations),
+    };
     let ok = violations.is_empty();
     if args.json {
         let listed: Vec<String> = violations.iter().map(ToString::to_string).collect();
         println!("{}", json!({ "ok": ok, "programs": programs, "instructions": instructions, "violations": listed }));
     } else if ok {
-        println!("{}: proved: {programs} programs, {instructions} instructions, {} ranks", args.plan.display(), file.program.ranks());
+        let ranks = file.program.ranks();
+        println!("{}: proved: {programs} programs of {instructions} instructions for {ranks} ranks, {} issued in a step", args.plan.display(), facts.issued);
         println!("  every collective met in one order, every message received, all ranks reach the end");
         println!("  every read after the write it needs, no live bytes overlap, peak memory is the arena");
         println!("  every gradient reduced once over the axes it is partial on, the loss divided once");
     } else {
-        print!("{}", text::annotate_program(&file.program, &file.graph, &violations));
+        print!("{}", verify::report::annotate(&text::program_printed(&file.program, &file.graph), &violations));
         eprintln!("{}: {} violations", args.plan.display(), violations.len());
     }
     Ok(if ok { Outcome::Done } else { Outcome::No })

@@ -9,3 +9,4 @@ pub mod report;
 pub mod sharded;
 
 pub use graph::{GraphError, verify_graph};
+pub use program::verify_program;

@@ -68,6 +68,8 @@ pub struct Prediction {
     pub memory: Vec<StageMemory>,
     pub parts: Parts,
     pub stages: Vec<StageTime>,
+    /// What the simulation ran.
+    pub works: Vec<StageWork>,
 }
 
 /// A priced layer.
@@ -161,6 +163,7 @@ pub fn predict(graph: &Graph, classes: &[u32], machine: &Machine, plan: &Plan) -
         memory,
         parts,
         stages,
+        works,
     })
 }
 

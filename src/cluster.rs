@@ -80,7 +80,12 @@ pub fn parse(text: &str) -> Result<Machine, ClusterError> {
         return Ok(if text == "local" { local() } else { Machine::parse(text)? });
     }
     let bytes = std::fs::read(Path::new(text)).map_err(|source| ClusterError::Read { path: text.into(), source })?;
-    let json: Json = serde_json::from_slice(&bytes).map_err(|e| ClusterError::Json { path: text.into(), line: e.line(), column: e.column(), what: e.to_string() })?;
+    let json: Json = serde_json::from_slice(&bytes).map_err(|e| ClusterError::Json {
+        path: text.into(),
+        line: e.line(),
+        column: e.column(),
+        what: e.to_string(),
+    })?;
     from_json(json)
 }
 
@@ -92,7 +97,11 @@ pub fn local() -> Machine {
 
 /// What the cluster is called in reports.
 pub fn name(machine: &Machine) -> String {
-    if machine.nodes == 1 { format!("{}:{}", machine.device.name, machine.per_node) } else { format!("{}:{}x{}", machine.device.name, machine.per_node, machine.nodes) }
+    if machine.nodes == 1 {
+        format!("{}:{}", machine.device.name, machine.per_node)
+    } else {
+        format!("{}:{}x{}", machine.device.name, machine.per_node, machine.nodes)
+    }
 }
 
 pub fn to_json(machine: &Machine) -> Json {
@@ -171,7 +180,9 @@ fn check(machine: &Machine) -> Result<(), ClusterError> {
             return Err(ClusterError::Value { at, what: format!("is {value}, expected from 1 to {MOST}") });
         }
     }
-    for (at, value) in [("device.matrix_efficiency_millionths", d.matrix_efficiency.0), ("device.bandwidth_efficiency_millionths", d.bandwidth_efficiency.0)] {
+    for (at, value) in
+        [("device.matrix_efficiency_millionths", d.matrix_efficiency.0), ("device.bandwidth_efficiency_millionths", d.bandwidth_efficiency.0)]
+    {
         if value > 1_000_000 {
             return Err(ClusterError::Value { at, what: format!("is {value}, expected at most 1000000 (a part of a whole)") });
         }

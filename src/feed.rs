@@ -17,7 +17,9 @@ use thiserror::Error;
 pub enum FeedError {
     #[error(transparent)]
     Data(#[from] DataError),
-    #[error("the model has inputs {inputs}; a data file gives `tokens` and `targets` of shape [batch, sequence] only: leave --data out to train on random values")]
+    #[error(
+        "the model has inputs {inputs}; a data file gives `tokens` and `targets` of shape [batch, sequence] only: leave --data out to train on random values"
+    )]
     Inputs { inputs: String },
 }
 
@@ -58,7 +60,11 @@ impl Feed {
             Some(path) => {
                 let sequences = inputs.len() == 2 && inputs.iter().all(|i| i.dtype == DType::I32 && i.row == inputs[0].row);
                 if !sequences {
-                    let shapes: Vec<String> = graph.inputs.iter().map(|&v| format!("`{}` {}{:?}", graph.values[v].name, graph.values[v].ty.dtype, graph.shape(v))).collect();
+                    let shapes: Vec<String> = graph
+                        .inputs
+                        .iter()
+                        .map(|&v| format!("`{}` {}{:?}", graph.values[v].name, graph.values[v].ty.dtype, graph.shape(v)))
+                        .collect();
                     return Err(FeedError::Inputs { inputs: shapes.join(", ") });
                 }
                 let vocab = inputs.iter().map(|i| i.limit).min().unwrap_or(0);

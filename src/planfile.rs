@@ -152,7 +152,8 @@ impl PlanFile {
             return Err(PlanFileError::Version { path: path.into(), found: json.dplan_plan });
         }
         let compute = DType::from_name(&json.precision).ok_or_else(|| wrong("precision", format!("`{}` is not an element type", json.precision)))?;
-        let optimizer = Optimizer::from_name(&json.optimizer).ok_or_else(|| wrong("optimizer", format!("`{}`: expected adamw or sgd", json.optimizer)))?;
+        let optimizer =
+            Optimizer::from_name(&json.optimizer).ok_or_else(|| wrong("optimizer", format!("`{}`: expected adamw or sgd", json.optimizer)))?;
         let clip = match json.clip.as_str() {
             "none" => Clip::None,
             "global_norm" => Clip::GlobalNorm,
@@ -165,7 +166,8 @@ impl PlanFile {
             }
         }
         let mesh = Mesh::new(choices.dp, choices.tp);
-        let schedule = Schedule::from_name(&choices.schedule).ok_or_else(|| wrong("choices.schedule", format!("`{}` is not a schedule", choices.schedule)))?;
+        let schedule =
+            Schedule::from_name(&choices.schedule).ok_or_else(|| wrong("choices.schedule", format!("`{}` is not a schedule", choices.schedule)))?;
         let mut options = Vec::new();
         for (i, o) in choices.options.iter().enumerate() {
             let at = |field: &str| format!("choices.options[{i}].{field}");
@@ -174,9 +176,15 @@ impl PlanFile {
             }
             options.push(LayerPlan {
                 zero: Zero(o.zero),
-                recompute: recompute_from(&o.recompute).ok_or_else(|| wrong(&at("recompute"), format!("`{}`: expected none or full", o.recompute)))?,
+                recompute: recompute_from(&o.recompute)
+                    .ok_or_else(|| wrong(&at("recompute"), format!("`{}`: expected none or full", o.recompute)))?,
                 gathered: gathered_from(&o.gathered).ok_or_else(|| wrong(&at("gathered"), format!("`{}`: expected keep or again", o.gathered)))?,
-                strategy: o.strategy.iter().map(|s| assignment_from(s, &mesh)).collect::<Result<_, _>>().map_err(|what| wrong(&at("strategy"), what))?,
+                strategy: o
+                    .strategy
+                    .iter()
+                    .map(|s| assignment_from(s, &mesh))
+                    .collect::<Result<_, _>>()
+                    .map_err(|what| wrong(&at("strategy"), what))?,
             });
         }
         let forward = text::parse_graph(&json.graph.join("\n")).map_err(|e| wrong("graph", e.to_string()))?;

@@ -31,7 +31,8 @@ impl Bench {
         self.path(file)
     }
     fn files(&self) -> Vec<(PathBuf, Vec<u8>)> {
-        let mut files: Vec<_> = fs::read_dir(&self.dir).unwrap().map(|e| e.unwrap().path()).filter(|p| p.is_file()).map(|p| (p.clone(), fs::read(p).unwrap())).collect();
+        let mut files: Vec<_> =
+            fs::read_dir(&self.dir).unwrap().map(|e| e.unwrap().path()).filter(|p| p.is_file()).map(|p| (p.clone(), fs::read(p).unwrap())).collect();
         files.sort();
         files
     }
@@ -124,7 +125,10 @@ fn data_and_weights_that_do_not_fit_the_model() {
         tensors.sort();
         change(&mut tensors);
         let zeros: Vec<Vec<u8>> = tensors.iter().map(|(_, s)| vec![0; 4 * s.iter().product::<usize>()]).collect();
-        let views = tensors.iter().zip(&zeros).map(|((n, s), z)| (n.clone(), safetensors::tensor::TensorView::new(safetensors::Dtype::F32, s.clone(), z).unwrap()));
+        let views = tensors
+            .iter()
+            .zip(&zeros)
+            .map(|((n, s), z)| (n.clone(), safetensors::tensor::TensorView::new(safetensors::Dtype::F32, s.clone(), z).unwrap()));
         fs::write(bench.path("weights.safetensors"), safetensors::serialize(views, None).unwrap()).unwrap();
         bench.path("weights.safetensors")
     };
@@ -166,7 +170,10 @@ fn plans_that_were_edited() {
 #[test]
 fn what_does_not_fit_says_by_how_much_and_what_would() {
     let dir = scratch("infeasible");
-    let config = LLAMA.replace("\"hidden_size\": 32", "\"hidden_size\": 8192").replace("\"intermediate_size\": 48", "\"intermediate_size\": 28672").replace("\"num_hidden_layers\": 2", "\"num_hidden_layers\": 80");
+    let config = LLAMA
+        .replace("\"hidden_size\": 32", "\"hidden_size\": 8192")
+        .replace("\"intermediate_size\": 48", "\"intermediate_size\": 28672")
+        .replace("\"num_hidden_layers\": 2", "\"num_hidden_layers\": 80");
     fs::write(dir.join("config.json"), config).unwrap();
     let out = dir.join("plan.json");
     let args = ["compile", dir.join("config.json").to_str().unwrap(), "--cluster", "a100-40g:1x1", "-o", out.to_str().unwrap()].map(String::from);

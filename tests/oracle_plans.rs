@@ -27,9 +27,29 @@ fn check(arch: &str) {
         let config = path(&oracle.join("config.json"));
         dplan_ok(&["compile", &config, "--cluster", &cluster, "--batch", "8", "--seq", "32", "--pin", pins, "-o", &path(&plan)]);
         let out = dplan_ok(&[
-            "run", &path(&plan), "--data", &path(&oracle.join("tokens.json")), "--init", &path(&oracle.join("weights.safetensors")),
-            "--steps", "6", "--lr", "0.003", "--betas", "0.9,0.95", "--eps", "1e-8", "--weight-decay", "0.1", "--clip", "1.0",
-            "--save-grads", &path(&g), "--save", &path(&f), "--json",
+            "run",
+            &path(&plan),
+            "--data",
+            &path(&oracle.join("tokens.json")),
+            "--init",
+            &path(&oracle.join("weights.safetensors")),
+            "--steps",
+            "6",
+            "--lr",
+            "0.003",
+            "--betas",
+            "0.9,0.95",
+            "--eps",
+            "1e-8",
+            "--weight-decay",
+            "0.1",
+            "--clip",
+            "1.0",
+            "--save-grads",
+            &path(&g),
+            "--save",
+            &path(&f),
+            "--json",
         ]);
         let lines = json_lines(&out);
         for (step, line) in lines.iter().filter(|l| l.get("step").is_some()).enumerate() {

@@ -108,7 +108,14 @@ fn every_dependency_has_its_reason() {
 
 #[test]
 fn nothing_is_left_open_and_no_machine_is_named() {
-    let marks = [concat!("TO", "DO"), concat!("FIX", "ME"), concat!("unimplemented", "!("), concat!("to", "do!("), concat!("/wo", "rk/"), concat!("/ho", "me/")];
+    let marks = [
+        concat!("TO", "DO"),
+        concat!("FIX", "ME"),
+        concat!("unimplemented", "!("),
+        concat!("to", "do!("),
+        concat!("/wo", "rk/"),
+        concat!("/ho", "me/"),
+    ];
     let mut wrong = Vec::new();
     for file in sources() {
         let text = fs::read_to_string(&file).unwrap();

@@ -6,6 +6,10 @@
 //!   another factor that it divides, or on none;
 //! - nothing: every rank computes the same.
 //!
+//! Ops that multiply matrices, look up tables or send rows to experts are decided on. All others *follow* their first operand where another op of the
+//! layer made it or the layer before handed it over: what splits a dim of it splits the factor. They cost little beside the reshard that anything
+//! else would need, and the choices left are few enough to be searched exactly.
+//!
 //! A factor that the rule calls `Whole` is never split, and sizes are the padded ones, which only grow where padding is harmless: so every strategy is
 //! legal. The order is that of the rule's factors, nothing first, and no strategy comes twice.
 
@@ -14,6 +18,7 @@ use dplan_ir::entity::DimId;
 use dplan_ir::extent::node_rule;
 use dplan_ir::graph::{Graph, Node};
 use dplan_ir::mesh::{AxisSet, Mesh};
+use dplan_ir::op::Op;
 use dplan_ir::rule::{Assignment, Label, Rule, Split};
 use dplan_ir::sharding::Padded;
 
@@ -50,6 +55,55 @@ pub fn strategies(graph: &Graph, node: &Node, mesh: &Mesh, padded: &Padded) -> V
     all
 }
 
+/// Whether an op follows its first operand.
+pub fn is_follower(op: &Op) -> bool {
+    match op {
+        Op::Einsum(_) | Op::ExpertEinsum(_) | Op::Embed | Op::Dispatch => false,
+        Op::AddBias
+        | Op::SumLeading { .. }
+        | Op::Add
+        | Op::Sub
+        | Op::Neg
+        | Op::Act(_)
+        | Op::ActGrad(_)
+        | Op::Gated(_)
+        | Op::GatedGrad(_)
+        | Op::RmsNorm { .. }
+        | Op::RmsNormGradInput { .. }
+        | Op::RmsNormGradWeight { .. }
+        | Op::LayerNorm { .. }
+        | Op::LayerNormGradInput { .. }
+        | Op::LayerNormGradWeight { .. }
+        | Op::Rope(_)
+        | Op::Attention(_)
+        | Op::AttentionGrad(_)
+        | Op::EmbedGrad
+        | Op::AddPosition
+        | Op::AddPositionGrad
+        | Op::CeStats
+        | Op::CeStatsGrad
+        | Op::Mean
+        | Op::MeanGrad
+        | Op::TopKGate { .. }
+        | Op::TopKGateGrad { .. }
+        | Op::Undispatch
+        | Op::Combine
+        | Op::CombineGradRows
+        | Op::CombineGradGate => true,
+    }
+}
+
+/// The strategy that follows a first operand made with these axes on its dims.
+pub fn follow(rule: &Rule, made: &[AxisSet]) -> Assignment {
+    let mut assignment = Assignment::default();
+    for (&label, &axes) in rule.ins.first().into_iter().flatten().zip(made) {
+        if rule.factor(label).is_some_and(|f| f.split != Split::Whole) {
+            assignment.assign(label, axes);
+        }
+    }
+    assignment
+}
+
 /// The dim that a letter stands for in a node.
 fn dim_of(graph: &Graph, node: &Node, rule: &Rule, label: Label) -> Option<DimId> {
     let letters = rule.ins.iter().chain(rule.outs.iter().map(|(l, _)| l));
@@ -65,7 +119,7 @@ mod tests {
     use dplan_ir::dtype::DType;
     use dplan_ir::entity::NodeId;
     use dplan_ir::graph::Init;
-    use dplan_ir::op::{Op, Spec};
+    use dplan_ir::op::Spec;
 
     /// Strategies of a query projection with the given key/value heads and queries per head, spelled `g:01 r:2`.
     fn spelled(heads: u64, queries: u64, tp: u64) -> Vec<String> {

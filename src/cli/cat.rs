@@ -55,7 +55,12 @@ pub fn run(args: Args) -> Result<Outcome> {
         Level::Graph => print!("{}", text::print_graph(&model.graph)),
         Level::Backward => print!("{}", text::print_graph(&grad::differentiate(&model.graph)?)),
         Level::Sharded | Level::Program => {
-            return Err(anyhow::anyhow!("{}: a model has no {} yet; compile it first", args.file.display(), if args.level == Level::Sharded { "shardings" } else { "programs" }).into());
+            return Err(anyhow::anyhow!(
+                "{}: a model has no {} yet; compile it first",
+                args.file.display(),
+                if args.level == Level::Sharded { "shardings" } else { "programs" }
+            )
+            .into());
         }
     }
     Ok(Outcome::Done)

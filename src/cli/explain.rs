@@ -35,7 +35,10 @@ pub fn run(args: Args) -> Result<Outcome> {
     }
     let alternatives = alternatives(&file.plan, &classes, &costs);
     if args.json {
-        let rows: Vec<_> = alternatives.iter().map(|a| json!({ "layers": a.layers, "change": a.change, "step_seconds": a.step, "largest_total_bytes": a.bytes })).collect();
+        let rows: Vec<_> = alternatives
+            .iter()
+            .map(|a| json!({ "layers": a.layers, "change": a.change, "step_seconds": a.step, "largest_total_bytes": a.bytes }))
+            .collect();
         println!("{}", json!({ "step_seconds": chosen.step.seconds(), "largest_total_bytes": largest(&chosen), "alternatives": rows }));
         return Ok(Outcome::Done);
     }

@@ -80,7 +80,14 @@ pub fn text(model: &Model, compiled: &Compiled, run: TrainingRun) -> String {
     let plan = &file.plan;
     let mut out = String::new();
     let devices = file.cluster.devices();
-    let _ = writeln!(out, "model       {} ({} parameters, {} layers, sequence {})", model.name, grouped(model.graph.param_count()), plan.layers.len(), file.seq);
+    let _ = writeln!(
+        out,
+        "model       {} ({} parameters, {} layers, sequence {})",
+        model.name,
+        grouped(model.graph.param_count()),
+        plan.layers.len(),
+        file.seq
+    );
     let _ = writeln!(out, "cluster     {} ({devices} devices), {} {}", cluster::name(&file.cluster), plan.compute, plan.optimizer.name());
     out += &choice(file);
     let _ = writeln!(
@@ -93,7 +100,8 @@ pub fn text(model: &Model, compiled: &Compiled, run: TrainingRun) -> String {
         p.mfu * 100.0
     );
     let share = |part: f64| part / p.step.seconds().max(1e-12) * 100.0;
-    let parts = [("compute", p.parts.compute), ("exposed communication", p.parts.exposed_comm), ("bubble", p.parts.bubble), ("optimizer", p.parts.optimizer)];
+    let parts =
+        [("compute", p.parts.compute), ("exposed communication", p.parts.exposed_comm), ("bubble", p.parts.bubble), ("optimizer", p.parts.optimizer)];
     let parts: Vec<String> = parts.iter().map(|(name, part)| format!("{name} {:.1} %", share(part.seconds()))).collect();
     let _ = writeln!(out, "            {}", parts.join(", "));
     out += &memory(p, file);
@@ -101,7 +109,11 @@ pub fn text(model: &Model, compiled: &Compiled, run: TrainingRun) -> String {
         let cost = run.cost(p.tokens_per_second, devices).map_or(String::new(), |c| format!(", {} USD", grouped(c as u64)));
         let _ = writeln!(out, "run         {days:.1} days{cost}");
     }
-    let proof = if s.proved { "proved optimal in this space and cost model".to_string() } else { format!("not proved: at most {:.2} % from optimal", s.gap * 100.0) };
+    let proof = if s.proved {
+        "proved optimal in this space and cost model".to_string()
+    } else {
+        format!("not proved: at most {:.2} % from optimal", s.gap * 100.0)
+    };
     let _ = writeln!(out, "search      {} layouts, {} solved exactly; {proof}", s.space, s.solved);
     out
 }

@@ -87,7 +87,8 @@ pub fn run(args: Args) -> Result<Outcome> {
     check(&args, &file)?;
     if let Err(violations) = verify::verify_program(&file.graph, &file.program) {
         let first = violations.first().map(ToString::to_string).unwrap_or_default();
-        let error = anyhow!("{}: its program does not verify ({} violations; `dplan verify` shows them): {first}", args.plan.display(), violations.len());
+        let error =
+            anyhow!("{}: its program does not verify ({} violations; `dplan verify` shows them): {first}", args.plan.display(), violations.len());
         return Err(error.into());
     }
     let feed = Feed::new(&file.graph, args.data.as_deref(), file.plan.batch(), args.seed)?;
@@ -129,7 +130,8 @@ fn load(session: &mut Session, weights: Option<&Weights>, graph: &Graph, seed: u
         return session.initialise(seed).map_err(Failure::fault);
     };
     // Read before the session takes them, so that a bad file is told as such.
-    let read: std::result::Result<Table<ParamId, Vec<f64>>, _> = graph.params.ids().map(|p| weights.param::<f64>(graph, p)).collect::<std::result::Result<Vec<_>, _>>().map(|v| v.into_iter().collect());
+    let read: std::result::Result<Table<ParamId, Vec<f64>>, _> =
+        graph.params.ids().map(|p| weights.param::<f64>(graph, p)).collect::<std::result::Result<Vec<_>, _>>().map(|v| v.into_iter().collect());
     let mut params = read?;
     session.load(Role::Param, |p| std::mem::take(&mut params[p])).map_err(Failure::fault)
 }
@@ -150,7 +152,8 @@ fn train(args: &Args, file: &PlanFile, feed: &Feed, session: &mut Session) -> Re
         }
         let rate = tokens / result.seconds;
         let line = if args.json {
-            json!({ "step": step, "loss": result.loss, "grad_norm": result.grad_norm, "seconds": result.seconds, "tokens_per_second": rate }).to_string()
+            json!({ "step": step, "loss": result.loss, "grad_norm": result.grad_norm, "seconds": result.seconds, "tokens_per_second": rate })
+                .to_string()
         } else {
             let norm = result.grad_norm.map_or(String::new(), |n| format!("  grad norm {n:8.4}"));
             format!("step {step:5}  loss {:.5}{norm}  {:>9}  {rate:.0} tokens/s", result.loss, seconds(result.seconds))

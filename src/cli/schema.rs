@@ -21,10 +21,13 @@ enum Which {
 }
 
 pub fn run(args: Args) -> Result<Outcome> {
-    print!("{}", match args.which {
-        Which::Model => crate::schema::MODEL,
-        Which::Cluster => crate::schema::CLUSTER,
-        Which::Plan => crate::schema::PLAN,
-    });
+    print!(
+        "{}",
+        match args.which {
+            Which::Model => crate::schema::MODEL,
+            Which::Cluster => crate::schema::CLUSTER,
+            Which::Plan => crate::schema::PLAN,
+        }
+    );
     Ok(Outcome::Done)
 }

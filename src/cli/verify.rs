@@ -30,7 +30,11 @@ pub fn run(args: Args) -> Result<Outcome> {
         println!("{}", json!({ "ok": ok, "programs": programs, "instructions": instructions, "violations": listed }));
     } else if ok {
         let ranks = file.program.ranks();
-        println!("{}: proved: {programs} programs of {instructions} instructions for {ranks} ranks, {} issued in a step", args.plan.display(), facts.issued);
+        println!(
+            "{}: proved: {programs} programs of {instructions} instructions for {ranks} ranks, {} issued in a step",
+            args.plan.display(),
+            facts.issued
+        );
         println!("  every collective met in one order, every message received, all ranks reach the end");
         println!("  every read after the write it needs, no live bytes overlap, peak memory is the arena");
         println!("  every gradient reduced once over the axes it is partial on, the loss divided once");

@@ -5,6 +5,7 @@
 //! the layer, found greedily). Nothing here depends on a machine or a mesh.
 
 use crate::lower::{LowerError, Sharder};
+use crate::strategy::is_follower;
 use dplan_ir::entity::{NodeId, ParamId, ValueId};
 use dplan_ir::extent::node_rule;
 use dplan_ir::graph::{Def, Graph, Phase};
@@ -82,6 +83,8 @@ pub(super) struct Step {
     /// Position of the forward node in the layer's strategy.
     pub at: usize,
     pub forward: Op,
+    /// The slot whose place the op follows ([`crate::strategy`]).
+    pub leader: Option<usize>,
     /// Whether full recompute runs it again.
     pub again: bool,
     pub derived: Vec<Op>,
@@ -175,7 +178,18 @@ impl Draft<'_, '_> {
                     self.slots[slot].again = again;
                 }
             }
-            steps.push(Step { at: steps.len(), forward, again, derived: Vec::new(), sums: Vec::new(), touched: Vec::new(), settles: Vec::new() });
+            let leads = |slot: &usize| matches!(self.slots[*slot].kind, Kind::Input | Kind::Activation);
+            let leader = forward.ins.first().copied().filter(leads).filter(|_| is_follower(&graph.nodes[id].op));
+            steps.push(Step {
+                at: steps.len(),
+                forward,
+                leader,
+                again,
+                derived: Vec::new(),
+                sums: Vec::new(),
+                touched: Vec::new(),
+                settles: Vec::new(),
+            });
         }
         for (id, node) in self.sharder.backward(layer) {
             if let Some(of) = self.sharder.sum_of(id) {
@@ -291,6 +305,7 @@ fn order(steps: &[Step], sums: &[Sum], slots: usize) -> Vec<Step> {
             }
         }
     }
+    let leaders: Vec<Option<usize>> = steps.iter().map(|s| s.leader.and_then(|slot| makers[slot].first().copied())).collect();
     // In backward order, so terms come before sums of sums.
     let mut needs: Vec<Vec<usize>> = Vec::new();
     for sum in sums {
@@ -301,7 +316,7 @@ fn order(steps: &[Step], sums: &[Sum], slots: usize) -> Vec<Step> {
         makers[sum.out] = need.clone();
         needs.push(need);
     }
-    // Greedy: next the step that leaves the fewest slots open.
+    // Greedy: next the step that leaves the fewest slots open; one that follows another comes behind it.
     let mut done = vec![false; steps.len()];
     let mut sequence: Vec<usize> = Vec::new();
     while sequence.len() < steps.len() {
@@ -309,8 +324,8 @@ fn order(steps: &[Step], sums: &[Sum], slots: usize) -> Vec<Step> {
             let decided = |s: usize| s == candidate || done[s];
             users.iter().filter(|u| u.iter().any(|&s| decided(s)) && !u.iter().all(|&s| decided(s))).count()
         };
-        let next = (0..steps.len()).filter(|&s| !done[s]).min_by_key(|&s| (open(s), s));
-        // There is one: not all are done.
+        let next = (0..steps.len()).filter(|&s| !done[s] && leaders[s].is_none_or(|l| done[l])).min_by_key(|&s| (open(s), s));
+        // There is one: the first in graph order that is not done follows none but those before it.
         let Some(next) = next else { break };
         done[next] = true;
         sequence.push(next);

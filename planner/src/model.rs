@@ -42,8 +42,8 @@ impl<'a> Model<'a> {
     pub fn new(graph: &'a Graph, classes: &'a [u32], machine: &'a Machine) -> Result<Model<'a>, LowerError> {
         let mut blueprints = BTreeMap::new();
         for (&class, layer) in classes.iter().zip(0..) {
-            if !blueprints.contains_key(&class) {
-                blueprints.insert(class, Blueprint::new(graph, layer)?);
+            if let std::collections::btree_map::Entry::Vacant(e) = blueprints.entry(class) {
+                e.insert(Blueprint::new(graph, layer)?);
             }
         }
         Ok(Model {

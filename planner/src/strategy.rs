@@ -40,7 +40,7 @@ pub fn strategies(graph: &Graph, node: &Node, mesh: &Mesh, padded: &Padded) -> V
         .filter(|&(_, dim)| graph.batch != Some(dim))
         .map(|(label, dim)| (label, padded.size(dim)))
         .collect();
-    let divides = |size: u64, axes: AxisSet| size % mesh.size(axes) == 0;
+    let divides = |size: u64, axes: AxisSet| size.is_multiple_of(mesh.size(axes));
     for &(label, size) in &factors {
         let Some(&most) = prefixes.iter().rev().find(|&&p| divides(size, p)) else {
             continue;

@@ -95,10 +95,10 @@ fn enumerate(problem: &Problem, prices: &mut Drawn) -> Option<u64> {
     let n = problem.devices;
     let layers = prices.classes.len();
     let mut best: Option<u64> = None;
-    for tp in (1..=n).filter(|t| n % t == 0 && problem.pins.tp.allows(t)) {
-        for pp in (1..=n / tp).filter(|p| n / tp % p == 0 && *p as usize <= layers && problem.pins.pp.allows(p)) {
+    for tp in (1..=n).filter(|t| n.is_multiple_of(*t) && problem.pins.tp.allows(t)) {
+        for pp in (1..=n / tp).filter(|p| (n / tp).is_multiple_of(*p) && *p as usize <= layers && problem.pins.pp.allows(p)) {
             let dp = n / tp / pp;
-            for micro in (1..=problem.batch).filter(|b| problem.batch % (dp * b) == 0) {
+            for micro in (1..=problem.batch).filter(|b| problem.batch.is_multiple_of(dp * b)) {
                 let m = problem.batch / dp / micro;
                 let mut boundaries = vec![None];
                 boundaries.extend(prices.boundary_dims(tp).into_iter().map(Some));

@@ -68,7 +68,7 @@ fn assignment(graph: &Graph, node: &Node, mesh: &Mesh, sequence: bool) -> Assign
         let labels = || names.iter().flat_map(|name| rule.factors.iter().filter(move |f| f.split != Split::Whole).map(move |f| (name, f.label)));
         let named = |label: char, name: &str| dim_of(label).filter(|&d| graph.dims[d].name == name);
         let ways = |label: char| mesh.size(assignment.axes(label).union(axes));
-        let divides = |label: char, d: DimId| graph.size(d) % ways(label) == 0;
+        let divides = |label: char, d: DimId| graph.size(d).is_multiple_of(ways(label));
         let found = labels().find(|(name, l)| named(*l, name).is_some_and(|d| divides(*l, d)));
         let found = found.or_else(|| labels().find(|(name, l)| named(*l, name).is_some_and(|d| pad[d])));
         if let Some((_, label)) = found {

@@ -163,7 +163,7 @@ impl<'a> Lowering<'a> {
                 let ways = self.mesh.size(assignment.axes(label)) * self.mesh.axis(axis).size;
                 let whole = rule.factor(label).is_none_or(|f| f.split == Split::Whole);
                 let fixed = fixed.contains(&dims[&label]);
-                !whole && !fixed && self.padded.size(dims[&label]) % ways == 0 && Some(dims[&label]) != self.graph.batch
+                !whole && !fixed && self.padded.size(dims[&label]).is_multiple_of(ways) && Some(dims[&label]) != self.graph.batch
             };
             let labels: Vec<char> = dims.keys().filter(fits).copied().collect();
             let choice = self.draw(labels.len() + 1);
@@ -412,7 +412,7 @@ impl<'a> Lowering<'a> {
         let all: AxisSet = self.mesh.ids().filter(|&a: &AxisId| self.mesh.axis(a).size > 1).collect();
         let everyone: Vec<u32> = if self.shape.pp > 1 { (0..self.shape.pp).collect() } else { Vec::new() };
         let scalar = |this: &Self, s| this.find(stage, &Content::Scalar(s), false);
-        let (loss, norm, clip) = (scalar(&self, Scalar::Loss), scalar(&self, Scalar::NormSquared), scalar(&self, Scalar::ClipScale));
+        let (loss, norm, clip) = (scalar(self, Scalar::Loss), scalar(self, Scalar::NormSquared), scalar(self, Scalar::ClipScale));
         let collective = |pattern, axes, stages: &[u32], src, dst| Instr::Collective {
             pattern,
             axes,

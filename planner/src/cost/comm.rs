@@ -34,7 +34,7 @@ pub fn group(machine: &Machine, mesh: &Mesh, axes: AxisSet) -> Group {
         let stride: u64 = mesh.axes[axis.0 as usize + 1..].iter().map(|a| a.size).product();
         local *= if block == u64::MAX || block % (stride * size) == 0 {
             size
-        } else if block % stride == 0 && size % (block / stride) == 0 {
+        } else if block % stride == 0 && size.is_multiple_of(block / stride) {
             block / stride
         } else {
             1
@@ -73,7 +73,7 @@ pub fn group_time(machine: &Machine, group: Group, pattern: Pattern, bytes: u64)
 /// Time of a collective over the same ranks of `stages` stages and `axes` of each: the gradients of tied parameters.
 pub fn across_stages_time(machine: &Machine, mesh: &Mesh, axes: AxisSet, stages: u64, pattern: Pattern, bytes: u64) -> Nanos {
     let one = group(machine, mesh, axes);
-    let together = machine.nodes == 1 || machine.per_node % (mesh.ranks() * stages) == 0;
+    let together = machine.nodes == 1 || machine.per_node.is_multiple_of(mesh.ranks() * stages);
     let group = if together { Group { local: one.local * stages, ..one } } else { Group { nodes: one.nodes * stages, ..one } };
     group_time(machine, group, pattern, bytes)
 }

@@ -78,7 +78,7 @@ pub(super) fn pareto(stages: &[Stage], variant: usize, measure: impl Fn(&Cost) -
             .into_iter()
             .map(|mut here| {
                 // What covers comes before what it covers.
-                here.sort_by(|a, b| a.measure.cmp(&b.measure));
+                here.sort_by_key(|a| a.measure);
                 let first = labels.len();
                 for label in here {
                     if !labels[first..].iter().any(|l| l.measure.covers(&label.measure)) {

@@ -73,7 +73,7 @@ impl<'a> Pricing<'a> {
         let mut sharding = Sharding::replicated(dims.len());
         if let Some(at) = self.boundary {
             let &dim = dims.get(at as usize)?;
-            if self.size(dim) % self.mesh.size(self.mesh.tp()) != 0 {
+            if !self.size(dim).is_multiple_of(self.mesh.size(self.mesh.tp())) {
                 return None;
             }
             sharding.dims[at as usize] = self.mesh.tp();

@@ -121,33 +121,23 @@ pub(super) struct Net<'p> {
     pub rates: Rates<'p>,
     pub choices: Vec<Vec<Choice>>,
     seen: Vec<Seen>,
-<<<<<<< HEAD
     scratch: Vec<SlotState>,
-=======
     /// For each step and sharding of its leader, the choice that follows it, if there is such a choice.
     followers: HashMap<(usize, u8), Option<usize>, Fast>,
->>>>>>> c45b00e (Strategies: ops without a product follow their first operand; 30 times fewer choices, the same plans)
 }
 
 impl<'p> Net<'p> {
     /// Nothing if the layer's border cannot be sharded as the pricing says.
     pub fn new(pricing: &'p Pricing<'p>, blueprint: &'p Blueprint) -> Option<Net<'p>> {
-<<<<<<< HEAD
         let slots = blueprint.slots.len();
-=======
->>>>>>> c45b00e (Strategies: ops without a product follow their first operand; 30 times fewer choices, the same plans)
         let mut net = Net {
             pricing,
             blueprint,
             rates: Rates::new(pricing),
             choices: Vec::new(),
-<<<<<<< HEAD
             seen: vec![Seen::default(); slots],
             scratch: vec![SlotState::EMPTY; slots],
-=======
-            seen: vec![Seen::default(); blueprint.slots.len()],
             followers: HashMap::default(),
->>>>>>> c45b00e (Strategies: ops without a product follow their first operand; 30 times fewer choices, the same plans)
         };
         for &value in &blueprint.crossing {
             pricing.boundary_sharding(value)?;
@@ -335,72 +325,7 @@ impl<'p> Net<'p> {
         let mut stages = Vec::with_capacity(self.blueprint.steps.len());
         for at in 0..self.blueprint.steps.len() {
             let after = self.blueprint.open_after(at);
-<<<<<<< HEAD
             let (stage, next) = self.stage(at, keep, &open, &nodes, &after);
-=======
-            let touched = self.blueprint.steps[at].touched.clone();
-            // Where a touched slot's state is in a node's key, and where each slot that stays open comes from.
-            let read: Vec<(usize, Option<usize>)> = touched.iter().map(|&s| (s, open.iter().position(|&o| o == s))).collect();
-            let stay: Vec<usize> = touched.iter().copied().filter(|s| after.contains(s)).collect();
-            let from: Vec<(bool, usize)> = after
-                .iter()
-                .map(|s| match stay.iter().position(|t| t == s) {
-                    Some(i) => (true, i),
-                    // Untouched and open after, so open before.
-                    None => (false, open.iter().position(|o| o == s).unwrap_or(0)),
-                })
-                .collect();
-            let mut stage = Stage { nodes: nodes.len(), ..Stage::default() };
-            let mut known: HashMap<Vec<u32>, std::ops::Range<usize>, Fast> = HashMap::default();
-            let mut ids: HashMap<Vec<u32>, u32, Fast> = HashMap::default();
-            let mut next: Vec<Vec<u32>> = Vec::new();
-            let mut key = Vec::new();
-            for (node, old) in nodes.iter().enumerate() {
-                key.clear();
-                key.extend(read.iter().filter_map(|&(_, place)| place.map(|p| old[p])));
-                let range = match known.get(&key) {
-                    Some(range) => range.clone(),
-                    None => {
-                        let first = stage.outcomes.len();
-                        let restore = |net: &Net<'_>, states: &mut [SlotState]| {
-                            for &(slot, place) in &read {
-                                states[slot] = place.map_or_else(|| net.initial(slot), |p| net.seen[slot].states[old[p] as usize]);
-                            }
-                        };
-                        restore(self, &mut states);
-                        for choice in self.allowed(at, &states) {
-                            restore(self, &mut states);
-                            let Some(costs) = self.decide(at, choice, &mut states) else { continue };
-                            let reached: Vec<u32> = stay.iter().map(|&s| self.seen[s].state(states[s])).collect();
-                            let covered = |o: &Outcome| {
-                                o.next == reached
-                                    && o.costs.iter().zip(&costs).all(|(old, new)| self.rates.measure(old).covers(&self.rates.measure(new)))
-                            };
-                            if keep == Keep::All || !stage.outcomes[first..].iter().any(covered) {
-                                stage.outcomes.push(Outcome { choice: choice as u16, costs, next: reached });
-                            }
-                        }
-                        let range = first..stage.outcomes.len();
-                        known.insert(key.clone(), range.clone());
-                        range
-                    }
-                };
-                for outcome in range {
-                    let reached = &stage.outcomes[outcome].next;
-                    let new: Vec<u32> = from.iter().map(|&(touched, i)| if touched { reached[i] } else { old[i] }).collect();
-                    let to = match ids.get(&new) {
-                        Some(&to) => to,
-                        None => {
-                            let to = next.len() as u32;
-                            ids.insert(new.clone(), to);
-                            next.push(new);
-                            to
-                        }
-                    };
-                    stage.arcs.push(Arc { from: node as u32, to, outcome: outcome as u32 });
-                }
-            }
->>>>>>> c45b00e (Strategies: ops without a product follow their first operand; 30 times fewer choices, the same plans)
             stages.push(stage);
             (nodes, open) = (next, after);
         }
@@ -472,13 +397,17 @@ impl<'p> Net<'p> {
         let first = outcomes.len();
         let mut states = std::mem::take(&mut self.scratch);
         let mut next = Vec::with_capacity(stay.len());
-        for choice in 0..self.choices[at].len() {
-            for &slot in &self.blueprint.steps[at].touched {
-                states[slot] = self.initial(slot);
+        let restore = |net: &Net<'_>, states: &mut [SlotState]| {
+            for &slot in &net.blueprint.steps[at].touched {
+                states[slot] = net.initial(slot);
             }
             for (&(slot, _), &id) in read.iter().zip(key) {
-                states[slot] = self.seen[slot].states[id as usize];
+                states[slot] = net.seen[slot].states[id as usize];
             }
+        };
+        restore(self, &mut states);
+        for choice in self.allowed(at, &states) {
+            restore(self, &mut states);
             let Some(costs) = self.decide(at, choice, &mut states) else { continue };
             next.clear();
             next.extend(stay.iter().map(|&s| self.seen[s].state(states[s])));

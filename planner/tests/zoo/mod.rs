@@ -206,7 +206,7 @@ pub fn strategy(graph: &Graph, mesh: &Mesh, layer: u32, dice: &mut Dice) -> Vec<
                 let mut dims = sides.flat_map(|(l, &v)| l.iter().zip(&graph.values[v].ty.dims)).filter(|(l, _)| **l == label).map(|(_, &d)| d);
                 dims.all(|d| {
                     let data = if graph.batch == Some(d) { mesh.size(mesh.dp()) } else { 1 };
-                    free[d] || graph.size(d) % (data * mesh.size(with.axes(label))) == 0
+                    free[d] || graph.size(d).is_multiple_of(data * mesh.size(with.axes(label)))
                 })
             };
             if fits {

@@ -97,7 +97,7 @@ struct Run<'p> {
 impl Run<'_> {
     /// Calls in one step, by one member.
     fn per_step(&self, calls: usize) -> Option<usize> {
-        (self.steps > 0 && calls % self.steps == 0).then(|| calls / self.steps)
+        (self.steps > 0 && calls.is_multiple_of(self.steps)).then(|| calls / self.steps)
     }
 
     fn of_op(&self, op: CommOp) -> impl Iterator<Item = &Instance> {

@@ -83,8 +83,8 @@ type Ranks<'r> = BTreeMap<(i64, i64), Draft<'r>>;
 impl Export<'_> {
     fn tables(&self) -> rusqlite::Result<Vec<String>> {
         let mut query = self.database.prepare("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")?;
-        let names = query.query_map([], |row| row.get(0))?.collect();
-        names
+        
+        query.query_map([], |row| row.get(0))?.collect()
     }
 
     fn table(&self, name: &'static str) -> rusqlite::Result<Table> {

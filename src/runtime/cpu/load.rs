@@ -410,7 +410,7 @@ impl Loader<'_> {
         if ty.dims.len() != sharding.dims.len() {
             return Err(format!("{id} has a sharding of {} dims for {value}", sharding.dims.len()));
         }
-        let divides = |(&dim, &axes)| self.program.padded.size(dim) % self.program.mesh.size(axes) == 0;
+        let divides = |(&dim, &axes)| self.program.padded.size(dim).is_multiple_of(self.program.mesh.size(axes));
         if !ty.dims.iter().zip(&sharding.dims).all(divides) {
             return Err(format!("{id}: the sharding of {value} does not divide its dims"));
         }

@@ -204,7 +204,7 @@ fn explain(program: &Program, stages: &[Ranks], members: &BTreeMap<u32, (Communi
         let call = program.stages[at.0].schedule[item.call as usize];
         let what = match item.action {
             Action::Pass => "nothing".to_string(),
-            Action::Wait { stream, .. } => format!("{}", Stream::ALL[stream as usize].name()),
+            Action::Wait { stream, .. } => Stream::ALL[stream as usize].name().to_string(),
             Action::Meet { communicator } => members[&communicator].0.describe(),
         };
         let segment: SegmentId = call.segment;

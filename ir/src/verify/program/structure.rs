@@ -246,7 +246,7 @@ impl Checker<'_> {
             _ if buffer.piece_axes.is_empty() => {}
             _ => return Err("only a piece of a flat buffer lies in place, over the axes of its pieces".into()),
         }
-        if buffer.offset % size != 0 || buffer.slot_stride % size != 0 {
+        if !buffer.offset.is_multiple_of(size) || !buffer.slot_stride.is_multiple_of(size) {
             return Err(format!("not aligned to its elements of {size} bytes"));
         }
         if buffer.slots == 0 {

@@ -234,9 +234,10 @@ fn bound_by_fastest(profile: &Profile, steps: &[Steps], instances: &mut [Instanc
     let mut alone: Vec<(usize, CommRef)> = Vec::new();
     for (i, instance) in instances.iter().enumerate() {
         if let ([member], Basis::Alone) = (instance.members.as_slice(), instance.basis)
-            && !member.of(profile).posted {
-                alone.push((i, *member));
-            }
+            && !member.of(profile).posted
+        {
+            alone.push((i, *member));
+        }
     }
     alone.sort_by_key(|(_, m)| (m.rank, m.of(profile).issued.unwrap_or(m.of(profile).start), m.comm));
     for (i, member) in alone {

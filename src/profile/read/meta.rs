@@ -103,11 +103,12 @@ impl Meta {
     pub fn of_call(name: &str, args: &Map<String, Value>) -> Meta {
         let mut meta = Meta { op: comm_call(name), ..Meta::of_args(args) };
         if name.contains("_base")
-            && let [output, input, ..] = shapes(args).as_slice() {
-                meta.received_elements = meta.received_elements.or(Some(output.elements));
-                meta.sent_elements = meta.sent_elements.or(Some(input.elements));
-                meta.dtype = meta.dtype.or_else(|| input.dtype.clone());
-            }
+            && let [output, input, ..] = shapes(args).as_slice()
+        {
+            meta.received_elements = meta.received_elements.or(Some(output.elements));
+            meta.sent_elements = meta.sent_elements.or(Some(input.elements));
+            meta.dtype = meta.dtype.or_else(|| input.dtype.clone());
+        }
         if matches!(meta.op, Some(CommOp::Send | CommOp::Recv)) {
             let inputs = args.get("Concrete Inputs").and_then(Value::as_array);
             meta.peer = meta.peer.or_else(|| u32::try_from(whole(inputs?.get(2)?)?).ok());

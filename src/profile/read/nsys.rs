@@ -83,7 +83,7 @@ type Ranks<'r> = BTreeMap<(i64, i64), Draft<'r>>;
 impl Export<'_> {
     fn tables(&self) -> rusqlite::Result<Vec<String>> {
         let mut query = self.database.prepare("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")?;
-        
+
         query.query_map([], |row| row.get(0))?.collect()
     }
 

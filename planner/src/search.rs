@@ -9,16 +9,13 @@ use crate::menu::Menus;
 use crate::prices::Prices;
 use crate::problem::Problem;
 use crate::space::{Tuple, tuples};
-use crate::stages::{Effort, Solution, Stages};
+use crate::stages::{Solution, Solved, Stages};
 use dplan_ir::plan::Schedule;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 
 /// Larger than any objective, small enough to add to.
 pub const NEVER: u64 = u64::MAX / 4;
-
-/// Labels of the first, heuristic pass.
-const BEAM: usize = 8;
 
 /// How a tuple was closed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -102,6 +99,7 @@ pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bo
     let mut objective = NEVER;
     let mut solved = 0;
     let mut lower_bound = None;
+    let mut open: Vec<(u64, usize)> = Vec::new();
     while let Some(Reverse((bound, level, at))) = queue.pop() {
         if bound >= objective {
             queue.push(Reverse((bound, level, at)));
@@ -138,13 +136,24 @@ pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bo
                     if bound >= objective {
                         break;
                     }
-                    if let Some(solution) = best_below(problem, &menus, bound, objective) {
+                    let solved = best_below(problem, &menus, bound, objective);
+                    if let Some(solution) = solved.best {
                         objective = solution.objective;
                         how[at] = Some(How::Best(objective));
                         best = Some(Found { menus, solution });
                     }
+                    if solved.bound < objective {
+                        // The exact pass gave up: an honest gap.
+                        open.push((solved.bound.max(bound), at));
+                    }
                 }
             }
+        }
+    }
+    for (bound, at) in open {
+        if bound < objective {
+            lower_bound = Some(lower_bound.map_or(bound, |b: u64| b.min(bound)));
+            how[at] = Some(How::Open(bound));
         }
     }
     let proved = lower_bound.is_none();
@@ -174,15 +183,13 @@ pub fn largest<'a>(space: impl IntoIterator<Item = &'a Tuple>) -> BTreeMap<u64, 
 }
 
 /// The best plan with these menus that is below `cut`.
-fn best_below(problem: &Problem, menus: &Menus, bound: u64, cut: u64) -> Option<Solution> {
+fn best_below(problem: &Problem, menus: &Menus, bound: u64, cut: u64) -> Solved {
     let stages = Stages::new(menus, &problem.layers, problem.budget);
-    // A plan soon is worth more than a good one: it keeps the exact pass narrow.
-    let quick = if cut < NEVER {
-        stages.solve(cut, Effort::Beam(BEAM))
-    } else {
-        let steps = (0..12).rev().map(|shift| bound.saturating_add((bound >> shift).max(1)));
-        steps.chain([NEVER]).find_map(|cut| stages.solve(cut.min(NEVER), Effort::Beam(BEAM)))
-    };
-    let cut = quick.as_ref().map_or(cut, |s| s.objective);
-    stages.solve(cut, Effort::Exact).or(quick)
+    if cut < NEVER {
+        return stages.solve(cut);
+    }
+    // Without an incumbent everything is hopeful: the cut comes down from above in steps until it is met.
+    let steps = (0..6).rev().map(|shift| bound.saturating_add((bound >> shift).max(1)).min(NEVER)).chain([bound.saturating_mul(8).min(NEVER)]);
+    let found = steps.map(|cut| stages.solve(cut)).find(|s| s.best.is_some());
+    found.unwrap_or_else(|| stages.solve(NEVER))
 }

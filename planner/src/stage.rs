@@ -1,12 +1,22 @@
-//! One stage, exactly: for a bag of layers in an arena of a given size, the Pareto set of (time of a micro-batch, time of the end of a step).
+//! One stage: for a bag of layers in an arena of a given size, the Pareto set of (time of a micro-batch, time of the end of a step).
 //!
-//! A multiple-choice knapsack with counts. Layers are added one at a time; a label is (time, end, bytes, largest workspace, largest ring), and one that is no
-//! better than another in any of the five is dropped. So is one that cannot fit whatever is chosen for the layers to come, and one whose plan
-//! cannot beat the incumbent ([`Outlook`]): for the most numerous layers, which are added last, that bound is the knapsack's linear relaxation.
+//! A multiple-choice knapsack with counts, for each bound on workspace and ring (of which an arena has one, for its largest layer). Three answers:
+//! - [`relaxed`](Store::relaxed): the linear relaxation: no way of running the bag is better;
+//! - [`rounded`](Store::rounded): its rounding, which can be run: at most one layer's worth from the best;
+//! - [`front`](Store::front): the exact Pareto set. Counts are decided choice by choice; a label is (time, end, bytes), and is dropped if another with as many layers is
+//!   no worse in any, if it cannot fit, or if its plan cannot beat the incumbent ([`Outlook`]). That last bound prices bytes at the relaxation's price (Lagrange): what
+//!   a choice costs above the cheapest at this price is lost for good, so only few choices and few of each survive.
+//!
 //! Bytes are counted as they are: no cells, no margin.
 
 use crate::menu::Choice;
 use crate::objective::Home;
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::rc::Rc;
+
+/// Most labels that one front may take; beyond it the front is incomplete, and says so.
+const MOST_LABELS: usize = 50_000;
 
 /// Layers of one kind in the same position towards the tied parameter.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -22,7 +32,7 @@ pub struct Outlook {
     /// Only plans below this objective are wanted.
     pub cut: u64,
     pub micro_batches: u64,
-    /// The least that the other stages take together, and each of their slowest, and their longest end of step.
+    /// The least that the other stages take together, the slowest of them, and their longest end of step.
     pub others: u64,
     pub slowest: u64,
     pub end: u64,
@@ -30,44 +40,42 @@ pub struct Outlook {
 }
 
 impl Outlook {
-    /// Whether a stage that takes at least this much can be part of a wanted plan. `joint` bounds `m · time + end` from below.
-    pub fn hopeful(&self, time: u64, end: u64, joint: u64) -> bool {
+    /// No plan with a stage that takes at least this much is better. `joint` bounds `m · time + end` from below.
+    pub fn bound(&self, time: u64, end: u64, joint: u64) -> u64 {
         let apart = time + (self.micro_batches - 1) * time.max(self.slowest) + end.max(self.end);
-        self.others + self.constant + apart.max(joint) < self.cut
+        self.others + self.constant + apart.max(joint)
+    }
+    fn hopeful(&self, time: u64, end: u64, joint: u64) -> bool {
+        self.bound(time, end, joint) < self.cut
     }
 }
 
-/// A solved stage: the rows of its Pareto set, and how each was made.
-#[derive(Clone, Debug, Default)]
-pub struct Front {
-    pub points: Vec<Point>,
-    trail: Vec<(u32, u32)>,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+/// A way of running a stage.
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Point {
     pub time: u64,
     pub end: u64,
-    trail: u32,
+    /// How many layers of which group of the bag make which choice.
+    pub counts: Rc<[(usize, u32, usize)]>,
 }
 
-const ROOT: u32 = u32::MAX;
-
-impl Front {
-    /// The choices of a point, for the layers of the bag in reverse order of its sorted groups.
-    pub fn choices(&self, point: &Point) -> Vec<u32> {
-        let mut at = point.trail;
-        let mut choices = Vec::new();
-        while at != ROOT {
-            let (before, choice) = self.trail[at as usize];
-            choices.push(choice);
-            at = before;
-        }
-        choices
-    }
+#[derive(Clone, Debug)]
+pub struct Front {
+    pub points: Vec<Point>,
+    /// Whether every point that could be part of a wanted plan is there.
+    pub complete: bool,
 }
 
-/// Times and bytes of a choice, or of all choices so far.
+/// Lower bounds on a stage.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Relaxed {
+    pub time: u64,
+    pub end: u64,
+    /// On `m · time + end`.
+    pub joint: u64,
+}
+
+/// Times and bytes of a choice.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
 struct Load {
     time: u64,
@@ -84,50 +92,194 @@ impl Load {
         let bytes = terms.states + in_flight * choice.frame;
         Load { time: terms.time, end: terms.end, bytes, workspace: choice.workspace, ring: terms.ring }
     }
-    fn and(&self, more: &Load) -> Load {
-        Load {
-            time: self.time + more.time,
-            end: self.end + more.end,
-            bytes: self.bytes + more.bytes,
-            workspace: self.workspace.max(more.workspace),
-            ring: self.ring.max(more.ring),
-        }
-    }
-    /// Of so many alike.
-    fn times(&self, count: u64) -> Load {
-        if count == 0 {
-            return Load::default();
-        }
-        Load { time: self.time * count, end: self.end * count, bytes: self.bytes * count, ..*self }
-    }
     fn covers(&self, other: &Load) -> bool {
         self.time <= other.time && self.end <= other.end && self.bytes <= other.bytes && self.workspace <= other.workspace && self.ring <= other.ring
     }
-    /// The least (or, with `u64::max`, the most) of each.
-    fn fold(loads: impl Iterator<Item = Load>, pick: fn(u64, u64) -> u64) -> Load {
-        let both = |a: Load, b: Load| Load {
-            time: pick(a.time, b.time),
-            end: pick(a.end, b.end),
-            bytes: pick(a.bytes, b.bytes),
-            workspace: pick(a.workspace, b.workspace),
-            ring: pick(a.ring, b.ring),
-        };
-        loads.reduce(both).unwrap_or_default()
-    }
-    fn arena(&self) -> u64 {
-        self.bytes + self.workspace + self.ring
-    }
-    /// `m · time + end`: what the load adds if its stage is the slowest.
-    fn joint(&self, micro_batches: u64) -> u64 {
-        micro_batches * self.time + self.end
+    /// The smaller (or, with `u64::max`, the larger) of each.
+    fn pick(self, other: Load, pick: fn(u64, u64) -> u64) -> Load {
+        Load {
+            time: pick(self.time, other.time),
+            end: pick(self.end, other.end),
+            bytes: pick(self.bytes, other.bytes),
+            workspace: pick(self.workspace, other.workspace),
+            ring: pick(self.ring, other.ring),
+        }
     }
 }
 
-/// The Pareto set of the ways of running one layer with so many micro-batches in flight: `(load, choice)`.
-fn items(menu: &[Choice], home: Home, in_flight: u64) -> Vec<(Load, u32)> {
-    let mut all: Vec<(Load, u32)> = menu.iter().zip(0..).map(|(c, index)| (Load::of(c, home, in_flight), index)).collect();
+type Item = (Load, u32);
+
+/// The lower convex hull of (bytes, cost), from least bytes to least cost, with the choice at each corner.
+type Hull = Vec<(u64, u64, u32)>;
+
+/// The ways of running one layer under bounds on workspace and ring, undominated in time, end and bytes.
+#[derive(Clone, Debug)]
+struct Shelf {
+    items: Vec<Item>,
+    least: Load,
+    time: Hull,
+    joint: Hull,
+}
+
+/// All shelves under the same bounds, by kind and home; nothing if a kind cannot keep the bounds.
+type Shelves = Vec<Option<[Rc<Shelf>; 3]>>;
+
+/// What does not change while bags with the same number of micro-batches in flight are solved.
+struct Level {
+    items: Vec<[Vec<Item>; 3]>,
+    rings: Vec<u64>,
+    workspaces: Vec<u64>,
+}
+
+/// The choices of a tuple, arranged for stages.
+pub struct Store<'a> {
+    menus: &'a [Vec<Choice>],
+    micro_batches: u64,
+    levels: RefCell<HashMap<u64, Rc<Level>>>,
+    shelves: RefCell<HashMap<(u64, u64, u64), Rc<Shelves>>>,
+}
+
+/// A solved linear relaxation.
+struct Lp {
+    /// Rounded up: costs are whole.
+    value: u64,
+    /// What a byte is worth: so much cost for so many bytes.
+    price: (u64, u64),
+    /// For each group, how many layers are at which corner of its hull, rounded so that they fit.
+    corners: Vec<[(usize, usize); 2]>,
+}
+
+impl<'a> Store<'a> {
+    pub fn new(menus: &'a [Vec<Choice>], micro_batches: u64) -> Store<'a> {
+        Store { menus, micro_batches, levels: RefCell::default(), shelves: RefCell::default() }
+    }
+
+    /// Bounds on every way of running a bag in so much room; nothing if there is none.
+    pub fn relaxed(&self, bag: &[Group], in_flight: u64, room: u64) -> Option<Relaxed> {
+        let mut best: Option<Relaxed> = None;
+        for &ring in &self.level(in_flight).rings {
+            let shelves = self.shelves(in_flight, ring, u64::MAX);
+            let Some(shelves) = of_bag(&shelves, bag) else { continue };
+            let workspace = shelves.iter().map(|s| s.least.workspace).max().unwrap_or(0);
+            let Some(free) = room.checked_sub(ring.saturating_add(workspace)) else { continue };
+            let (Some(time), Some(joint)) = (lp(bag, &shelves, |s| &s.time, free), lp(bag, &shelves, |s| &s.joint, free)) else { continue };
+            let end = bag.iter().zip(&shelves).map(|(g, s)| g.count as u64 * s.least.end).sum();
+            let here = Relaxed { time: time.value, end, joint: joint.value };
+            best = Some(best.map_or(here, |b| Relaxed { time: b.time.min(here.time), end: b.end.min(here.end), joint: b.joint.min(here.joint) }));
+        }
+        best
+    }
+
+    /// Ways of running a bag that fit and are nearly the best, `message` included in their times.
+    pub fn rounded(&self, bag: &[Group], in_flight: u64, room: u64, message: u64, outlook: &Outlook) -> Vec<Point> {
+        let mut points = Vec::new();
+        self.each_bound(bag, in_flight, room, message, outlook, |shelves, _, lp| {
+            let (mut time, mut end, mut counts) = (message, 0, Vec::new());
+            for (at, (corners, shelf)) in lp.corners.iter().zip(shelves).enumerate() {
+                for &(corner, count) in corners.iter().filter(|c| c.1 > 0) {
+                    let choice = shelf.joint[corner].2;
+                    let load = shelf.items.iter().find(|i| i.1 == choice).map(|i| i.0).unwrap_or_default();
+                    (time, end) = (time + count as u64 * load.time, end + count as u64 * load.end);
+                    counts.push((at, choice, count));
+                }
+            }
+            points.push(Point { time, end, counts: counts.into() });
+        });
+        pareto(points)
+    }
+
+    /// The Pareto set of a bag, `message` included in every time, as far as it can be part of a wanted plan.
+    pub fn front(&self, bag: &[Group], in_flight: u64, room: u64, message: u64, outlook: &Outlook) -> Front {
+        let mut front = Front { points: Vec::new(), complete: true };
+        self.each_bound(bag, in_flight, room, message, outlook, |shelves, free, lp| {
+            let expansion = Expansion::new(bag, shelves, free, lp.price, self.micro_batches, outlook);
+            front.complete &= expansion.run(message, &mut front.points);
+        });
+        front.points = pareto(front.points);
+        front
+    }
+
+    /// Calls `visit` with every bound on workspace and ring under which the bag could be part of a wanted plan.
+    fn each_bound(&self, bag: &[Group], in_flight: u64, room: u64, message: u64, outlook: &Outlook, mut visit: impl FnMut(&[Rc<Shelf>], u64, &Lp)) {
+        let level = self.level(in_flight);
+        let bound = |workspace: Option<u64>, ring: u64| {
+            let all = self.shelves(in_flight, ring, workspace.unwrap_or(u64::MAX));
+            let shelves = of_bag(&all, bag)?;
+            let workspace = workspace.or_else(|| shelves.iter().map(|s| s.least.workspace).max()).unwrap_or(0);
+            let free = room.checked_sub(ring.saturating_add(workspace))?;
+            let joint = lp(bag, &shelves, |s| &s.joint, free)?;
+            let time = bag.iter().zip(&shelves).map(|(g, s)| g.count as u64 * s.least.time).sum::<u64>();
+            let end = bag.iter().zip(&shelves).map(|(g, s)| g.count as u64 * s.least.end).sum::<u64>();
+            outlook.hopeful(time + message, end, joint.value + self.micro_batches * message).then_some((shelves, free, joint))
+        };
+        for &ring in level.rings.iter().filter(|&&ring| bound(None, ring).is_some()) {
+            let mut before: Vec<Vec<u32>> = Vec::new();
+            for &workspace in &level.workspaces {
+                if let Some((shelves, free, joint)) = bound(Some(workspace), ring) {
+                    // A wider bound that allows nothing new is no other bound.
+                    let choices: Vec<Vec<u32>> = shelves.iter().map(|s| s.items.iter().map(|i| i.1).collect()).collect();
+                    if choices != before {
+                        visit(&shelves, free, &joint);
+                    }
+                    before = choices;
+                }
+            }
+        }
+    }
+
+    fn level(&self, in_flight: u64) -> Rc<Level> {
+        let build = || {
+            let items = |menu: &Vec<Choice>| Home::ALL.map(|home| undominated(menu, home, in_flight));
+            let items: Vec<[Vec<Item>; 3]> = self.menus.iter().map(items).collect();
+            let values = |of: fn(&Load) -> u64| {
+                let mut values: Vec<u64> = items.iter().flatten().flatten().map(|i| of(&i.0)).collect();
+                values.sort_unstable();
+                values.dedup();
+                values
+            };
+            let (rings, workspaces) = (values(|l| l.ring), values(|l| l.workspace));
+            Rc::new(Level { items, rings, workspaces })
+        };
+        Rc::clone(self.levels.borrow_mut().entry(in_flight).or_insert_with(build))
+    }
+
+    fn shelves(&self, in_flight: u64, ring: u64, workspace: u64) -> Rc<Shelves> {
+        let level = self.level(in_flight);
+        let shelf = |items: &Vec<Item>| {
+            let mut kept: Vec<Item> = Vec::new();
+            for &(load, choice) in items.iter().filter(|(l, _)| l.ring <= ring && l.workspace <= workspace) {
+                // The smallest workspace must not be hidden where it is not bounded.
+                let covers = |k: &Item| k.0.time <= load.time && k.0.end <= load.end && k.0.bytes <= load.bytes;
+                if workspace == u64::MAX || !kept.iter().any(covers) {
+                    kept.push((load, choice));
+                }
+            }
+            let least = kept.iter().map(|i| i.0).reduce(|a, b| a.pick(b, u64::min))?;
+            let (time, joint) = (hull(&kept, |l| l.time), hull(&kept, |l| self.micro_batches * l.time + l.end));
+            Some(Rc::new(Shelf { items: kept, least, time, joint }))
+        };
+        let build = || {
+            let kind = |items: &[Vec<Item>; 3]| {
+                let together = shelf(&items[0])?;
+                let other = |home: usize| if items[home] == items[0] { Some(Rc::clone(&together)) } else { shelf(&items[home]) };
+                Some([Rc::clone(&together), other(1)?, other(2)?])
+            };
+            Rc::new(level.items.iter().map(kind).collect())
+        };
+        Rc::clone(self.shelves.borrow_mut().entry((in_flight, ring, workspace)).or_insert_with(build))
+    }
+}
+
+/// The shelves of a bag's groups.
+fn of_bag(shelves: &Shelves, bag: &[Group]) -> Option<Vec<Rc<Shelf>>> {
+    bag.iter().map(|g| shelves[g.kind].as_ref().map(|homes| Rc::clone(&homes[g.home as usize]))).collect()
+}
+
+/// The Pareto set of the ways of running one layer with so many micro-batches in flight.
+fn undominated(menu: &[Choice], home: Home, in_flight: u64) -> Vec<Item> {
+    let mut all: Vec<Item> = menu.iter().zip(0..).map(|(c, index)| (Load::of(c, home, in_flight), index)).collect();
     all.sort_unstable();
-    let mut kept: Vec<(Load, u32)> = Vec::new();
+    let mut kept: Vec<Item> = Vec::new();
     for (load, choice) in all {
         if !kept.iter().any(|(k, _)| k.covers(&load)) {
             kept.push((load, choice));
@@ -136,142 +288,267 @@ fn items(menu: &[Choice], home: Home, in_flight: u64) -> Vec<(Load, u32)> {
     kept
 }
 
-/// Bounds on what is chosen for the groups from some position on.
-#[derive(Clone, Copy, Default)]
-struct Rest {
-    least: Load,
-    most: Load,
-    /// Least `m · time + end`, the last group left out.
-    joint: u64,
+fn hull(items: &[Item], cost: impl Fn(&Load) -> u64) -> Hull {
+    let mut points: Hull = items.iter().map(|(l, choice)| (l.bytes, cost(l), *choice)).collect();
+    points.sort_unstable();
+    let mut hull: Hull = Vec::new();
+    for p in points {
+        if hull.last().is_some_and(|last| last.1 <= p.1) {
+            continue;
+        }
+        // Drop corners above the line from the one before to the new one.
+        while let [.., a, b] = hull[..]
+            && u128::from(a.1 - b.1) * u128::from(p.0 - a.0) <= u128::from(a.1 - p.1) * u128::from(b.0 - a.0)
+        {
+            hull.pop();
+        }
+        hull.push(p);
+    }
+    hull
 }
 
-/// The linear relaxation of the knapsack of one group: the lower convex hull of (bytes, `m · time + end`).
-struct Relaxation(Vec<(u64, u64)>);
-
-impl Relaxation {
-    fn new(items: &[(Load, u32)], micro_batches: u64) -> Relaxation {
-        let mut points: Vec<(u64, u64)> = items.iter().map(|(l, _)| (l.bytes, l.joint(micro_batches))).collect();
-        points.sort_unstable();
-        let mut hull: Vec<(u64, u64)> = Vec::new();
-        for p in points {
-            if hull.last().is_some_and(|last| last.1 <= p.1) {
-                continue;
-            }
-            // Drop points above the line from the one before to the new one.
-            while let [.., a, b] = hull[..]
-                && u128::from(a.1 - b.1) * u128::from(p.0 - a.0) <= u128::from(a.1 - p.1) * u128::from(b.0 - a.0)
+/// The least cost of a bag in so many bytes when layers may be split: from least bytes, the best bargains first.
+fn lp(bag: &[Group], shelves: &[Rc<Shelf>], of: fn(&Shelf) -> &Hull, room: u64) -> Option<Lp> {
+    let hulls: Vec<&Hull> = shelves.iter().map(|s| of(s)).collect();
+    let count = |g: usize| bag[g].count as u64;
+    let mut free = (0..bag.len()).try_fold(room, |free, g| free.checked_sub(count(g) * hulls[g][0].0))?;
+    let mut value: u64 = (0..bag.len()).map(|g| count(g) * hulls[g][0].1).sum();
+    let mut corners: Vec<[(usize, usize); 2]> = bag.iter().map(|g| [(0, g.count), (0, 0)]).collect();
+    let mut price = (0, 1);
+    loop {
+        let bargain = |g: &usize| {
+            let corner = corners[*g][0].0;
+            hulls[*g].get(corner + 1).map(|next| (hulls[*g][corner].1 - next.1, next.0 - hulls[*g][corner].0))
+        };
+        let better = |a: (u64, u64), b: (u64, u64)| u128::from(a.0) * u128::from(b.1) > u128::from(b.0) * u128::from(a.1);
+        let mut best: Option<(usize, (u64, u64))> = None;
+        for g in 0..bag.len() {
+            if let Some(offer) = bargain(&g)
+                && best.is_none_or(|(_, b)| better(offer, b))
             {
-                hull.pop();
+                best = Some((g, offer));
             }
-            hull.push(p);
         }
-        Relaxation(hull)
+        let Some((g, (saved, bytes))) = best else { break };
+        let corner = corners[g][0].0;
+        if count(g) * bytes <= free {
+            (free, value) = (free - count(g) * bytes, value - count(g) * saved);
+            corners[g][0].0 += 1;
+            continue;
+        }
+        let whole = usize::try_from(free / bytes).unwrap_or(0);
+        corners[g] = [(corner, bag[g].count - whole), (corner + 1, whole)];
+        value -= u64::try_from(u128::from(saved) * u128::from(free) / u128::from(bytes)).unwrap_or(0);
+        price = (saved, bytes);
+        break;
+    }
+    Some(Lp { value, price, corners })
+}
+
+/// The exact search under one bound on workspace and ring.
+struct Expansion<'a> {
+    bag: &'a [Group],
+    /// Of each group, the items that can be part of a wanted plan: those that lose most at the price first.
+    items: Vec<Vec<Item>>,
+    /// Of each group and item, the least and most of it and those after.
+    least: Vec<Vec<Load>>,
+    most: Vec<Vec<Load>>,
+    /// The least priced cost of them.
+    cheapest: Vec<Vec<u128>>,
+    free: u64,
+    price: (u64, u64),
+    micro_batches: u64,
+    outlook: &'a Outlook,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Label {
+    time: u64,
+    end: u64,
+    bytes: u64,
+    trail: u32,
+}
+
+/// One decision: `count` layers of `group` make `choice`, after the decisions at `before`.
+struct Decision {
+    before: u32,
+    group: usize,
+    choice: u32,
+    count: usize,
+}
+
+const ROOT: u32 = u32::MAX;
+
+impl<'a> Expansion<'a> {
+    fn new(bag: &'a [Group], shelves: &[Rc<Shelf>], free: u64, price: (u64, u64), micro_batches: u64, outlook: &'a Outlook) -> Expansion<'a> {
+        let priced = |l: &Load| u128::from(micro_batches * l.time + l.end) * u128::from(price.1) + u128::from(l.bytes) * u128::from(price.0);
+        let items: Vec<Vec<Item>> = shelves
+            .iter()
+            .map(|shelf| {
+                let mut items = shelf.items.clone();
+                items.sort_by_key(|i| (std::cmp::Reverse(priced(&i.0)), *i));
+                items
+            })
+            .collect();
+        let from_behind = |items: &Vec<Item>, pick: fn(u64, u64) -> u64| {
+            let mut folded: Vec<Load> = items.iter().map(|i| i.0).collect();
+            for at in (0..folded.len().saturating_sub(1)).rev() {
+                folded[at] = folded[at].pick(folded[at + 1], pick);
+            }
+            folded
+        };
+        let least = items.iter().map(|i| from_behind(i, u64::min)).collect();
+        let most = items.iter().map(|i| from_behind(i, u64::max)).collect();
+        // The last item is the cheapest, so it is the cheapest of all that follow any.
+        let cheapest = items.iter().map(|items| items.iter().map(|_| items.last().map_or(0, |i| priced(&i.0))).collect()).collect();
+        Expansion { bag, items, least, most, cheapest, free, price, micro_batches, outlook }
     }
 
-    /// The least that `count` layers can cost together in so many bytes.
-    fn least(&self, count: u64, bytes: u64) -> u64 {
-        let Some(&(_, cheapest)) = self.0.last() else { return 0 };
-        let after = self.0.partition_point(|p| p.0.saturating_mul(count) <= bytes);
-        if count == 0 || after == self.0.len() {
-            return count * cheapest;
+    /// Adds all points; whether none that is wanted was left out.
+    fn run(&self, message: u64, points: &mut Vec<Point>) -> bool {
+        let mut trail: Vec<Decision> = Vec::new();
+        let mut complete = true;
+        let mut labels = vec![Label { time: message, end: 0, bytes: 0, trail: ROOT }];
+        for (at, group) in self.bag.iter().enumerate() {
+            // Labels by how many layers of the group are decided.
+            let mut by_count: Vec<Vec<Label>> = vec![Vec::new(); group.count + 1];
+            by_count[0] = labels;
+            let items = &self.items[at];
+            for (item, &(load, choice)) in items.iter().enumerate() {
+                let last = item + 1 == items.len();
+                let mut next: Vec<Vec<Label>> = vec![Vec::new(); group.count + 1];
+                for (used, labels) in by_count.iter().enumerate() {
+                    for label in labels {
+                        let counts = if last { group.count - used..=group.count - used } else { 0..=group.count - used };
+                        for count in counts {
+                            let n = count as u64;
+                            let (time, end, bytes) = (label.time + n * load.time, label.end + n * load.end, label.bytes + n * load.bytes);
+                            let mut new = Label { time, end, bytes, trail: label.trail };
+                            let left = (group.count - used - count) as u64;
+                            match self.verdict(&mut new, at, item + 1, left) {
+                                Verdict::Wanted => {}
+                                // One more layer loses no less.
+                                Verdict::Lost => break,
+                                Verdict::Unwanted => continue,
+                            }
+                            if count > 0 {
+                                trail.push(Decision { before: label.trail, group: at, choice, count });
+                                new.trail = trail.len() as u32 - 1;
+                            }
+                            next[used + count].push(new);
+                        }
+                    }
+                }
+                next.iter_mut().for_each(undominated_labels);
+                complete &= self.limit(&mut next);
+                by_count = next;
+            }
+            labels = by_count.pop().unwrap_or_default();
         }
-        let Some(before) = after.checked_sub(1) else { return u64::MAX / 4 };
-        let ((low, dear), (high, cheap)) = (self.0[before], self.0[after]);
-        let saved = u128::from(dear - cheap) * u128::from(bytes - low * count) / u128::from(high - low);
-        count * dear - u64::try_from(saved).unwrap_or(u64::MAX).min(count * dear)
+        for label in labels {
+            let mut counts = Vec::new();
+            let mut at = label.trail;
+            while at != ROOT {
+                let decision = &trail[at as usize];
+                counts.push((decision.group, decision.choice, decision.count));
+                at = decision.before;
+            }
+            points.push(Point { time: label.time, end: label.end, counts: counts.into() });
+        }
+        complete
     }
+
+    /// What may become of a label with `left` layers of group `at` still to choose from items `from` on, and all later groups. Where everything fits, bytes are
+    /// forgotten.
+    fn verdict(&self, label: &mut Label, at: usize, from: usize, left: u64) -> Verdict {
+        let (mut time, mut end, mut bytes, mut most) = (label.time, label.end, label.bytes, label.bytes);
+        let mut cost =
+            u128::from(self.micro_batches * label.time + label.end) * u128::from(self.price.1) + u128::from(label.bytes) * u128::from(self.price.0);
+        let mut add = |group: usize, item: usize, n: u64| {
+            let (least, largest) = (&self.least[group][item], &self.most[group][item]);
+            (time, end, bytes, most) = (time + n * least.time, end + n * least.end, bytes + n * least.bytes, most + n * largest.bytes);
+            cost += u128::from(n) * self.cheapest[group][item];
+        };
+        if left > 0 {
+            add(at, from, left);
+        }
+        (at + 1..self.bag.len()).for_each(|group| add(group, 0, self.bag[group].count as u64));
+        if bytes > self.free {
+            return Verdict::Unwanted;
+        }
+        let worth = u128::from(self.free) * u128::from(self.price.0);
+        let joint = u64::try_from(cost.saturating_sub(worth).div_ceil(u128::from(self.price.1))).unwrap_or(u64::MAX);
+        let joint = joint.min(u64::MAX / 4);
+        if !self.outlook.hopeful(0, 0, joint) {
+            return Verdict::Lost;
+        }
+        if !self.outlook.hopeful(time, end, joint) {
+            return Verdict::Unwanted;
+        }
+        if most <= self.free {
+            label.bytes = 0;
+        }
+        Verdict::Wanted
+    }
+
+    /// Keeps the most promising labels if there are too many; whether all were kept.
+    fn limit(&self, by_count: &mut [Vec<Label>]) -> bool {
+        let all: usize = by_count.iter().map(Vec::len).sum();
+        if all <= MOST_LABELS {
+            return true;
+        }
+        let share = MOST_LABELS / by_count.len() / 2;
+        let cost =
+            |l: &Label| u128::from(self.micro_batches * l.time + l.end) * u128::from(self.price.1) + u128::from(l.bytes) * u128::from(self.price.0);
+        for labels in by_count.iter_mut().filter(|l| l.len() > share) {
+            labels.sort_by_key(|l| (cost(l), *l));
+            labels.truncate(share.max(1));
+        }
+        false
+    }
+}
+
+enum Verdict {
+    Wanted,
+    /// Too large, or too slow in time and end taken apart.
+    Unwanted,
+    /// Dearer than wanted at the price, and no less so with more layers of the same choice.
+    Lost,
+}
+
+/// Drops labels that another is at least as good as; of equal ones the first stays.
+fn undominated_labels(labels: &mut Vec<Label>) {
+    labels.sort_by_key(|l| (l.time, l.end, l.bytes));
+    // By time; each newcomer must be better than all before it in end or bytes: a staircase of (end, bytes).
+    let mut stairs: Vec<(u64, u64)> = Vec::new();
+    labels.retain(|l| {
+        let place = stairs.partition_point(|s| s.0 <= l.end);
+        if place > 0 && stairs[place - 1].1 <= l.bytes {
+            return false;
+        }
+        let covered = stairs[place..].iter().take_while(|s| s.1 >= l.bytes).count();
+        let from = if place > 0 && stairs[place - 1].0 == l.end { place - 1 } else { place };
+        stairs.splice(from..place + covered, [(l.end, l.bytes)]);
+        true
+    });
+}
+
+/// Points that no other matches in time and end; of equal ones the first.
+fn pareto(mut points: Vec<Point>) -> Vec<Point> {
+    points.sort_by_key(|p| (p.time, p.end));
+    let mut kept: Vec<Point> = Vec::new();
+    for point in points {
+        if kept.last().is_none_or(|k| point.end < k.end) {
+            kept.push(point);
+        }
+    }
+    kept
 }
 
 /// Groups in the order in which layers are added: the most numerous last.
 pub fn sorted(mut bag: Vec<Group>) -> Vec<Group> {
     bag.sort_unstable_by_key(|g| (g.count, g.kind, g.home));
     bag
-}
-
-struct Label {
-    load: Load,
-    /// Lower bound on `m · time + end` of the finished stage.
-    joint: u64,
-    trail: u32,
-}
-
-/// The Pareto set of a bag (in [`sorted`] order), `message` nanoseconds included in every time. With a `width`, at most that many labels are kept
-/// after each layer, the most promising ones: every point is then achievable, but points may be missing.
-pub fn front(menus: &[Vec<Choice>], bag: &[Group], in_flight: u64, room: u64, message: u64, outlook: &Outlook, width: Option<usize>) -> Front {
-    let m = outlook.micro_batches;
-    let items: Vec<Vec<(Load, u32)>> = bag.iter().map(|g| items(&menus[g.kind], g.home, in_flight)).collect();
-    let least: Vec<Load> = items.iter().map(|i| Load::fold(i.iter().map(|i| i.0), u64::min)).collect();
-    let most: Vec<Load> = items.iter().map(|i| Load::fold(i.iter().map(|i| i.0), u64::max)).collect();
-    let joint: Vec<u64> = items.iter().map(|i| i.iter().map(|i| i.0.joint(m)).min().unwrap_or(0)).collect();
-    let Some(tail) = bag.len().checked_sub(1) else { return Front::default() };
-    let relaxed = Relaxation::new(&items[tail], m);
-
-    let mut trail: Vec<(u32, u32)> = Vec::new();
-    let mut labels = vec![Label { load: Load { time: message, ..Load::default() }, joint: 0, trail: ROOT }];
-    for (at, group) in bag.iter().enumerate() {
-        let later = (at + 1..bag.len()).fold(Rest::default(), |rest, g| Rest {
-            least: rest.least.and(&least[g].times(bag[g].count as u64)),
-            most: rest.most.and(&most[g].times(bag[g].count as u64)),
-            joint: rest.joint + if g == tail { 0 } else { joint[g] * bag[g].count as u64 },
-        });
-        for left in (0..group.count as u64).rev() {
-            let rest = Rest {
-                least: later.least.and(&least[at].times(left)),
-                most: later.most.and(&most[at].times(left)),
-                joint: later.joint + if at == tail { 0 } else { joint[at] * left },
-            };
-            let in_tail = if at == tail { left } else { bag[tail].count as u64 };
-            let mut next: Vec<(Label, u32)> = Vec::new();
-            for label in &labels {
-                for &(item, choice) in &items[at] {
-                    let mut load = label.load.and(&item);
-                    let end = load.and(&rest.least);
-                    let Some(free) = room.checked_sub(end.arena()) else { continue };
-                    if load.and(&rest.most).arena() <= room {
-                        // Whatever follows fits: bytes no longer matter.
-                        load = Load { time: load.time, end: load.end, ..Load::default() };
-                    }
-                    let joint = load.joint(m) + rest.joint + relaxed.least(in_tail, free + in_tail * least[tail].bytes);
-                    if outlook.hopeful(end.time, end.end, joint) {
-                        next.push((Label { load, joint, trail: label.trail }, choice));
-                    }
-                }
-            }
-            labels = pareto(next, width)
-                .into_iter()
-                .map(|(label, choice)| {
-                    trail.push((label.trail, choice));
-                    Label { trail: trail.len() as u32 - 1, ..label }
-                })
-                .collect();
-        }
-    }
-    let mut points: Vec<Point> = Vec::new();
-    labels.sort_by_key(|l| (l.load.time, l.load.end));
-    for label in labels {
-        if points.last().is_none_or(|p| label.load.end < p.end) {
-            points.push(Point { time: label.load.time, end: label.load.end, trail: label.trail });
-        }
-    }
-    Front { points, trail }
-}
-
-/// Labels that no other is at least as good as; of equal ones the first. With a width, the most promising of them.
-fn pareto(mut labels: Vec<(Label, u32)>, width: Option<usize>) -> Vec<(Label, u32)> {
-    labels.sort_by_key(|(l, _)| l.load);
-    let mut kept: Vec<(Label, u32)> = Vec::new();
-    for label in labels {
-        if !kept.iter().any(|(k, _)| k.load.covers(&label.0.load)) {
-            kept.push(label);
-        }
-    }
-    if let Some(width) = width
-        && kept.len() > width
-    {
-        kept.sort_by_key(|(l, _)| (l.joint, l.load));
-        kept.truncate(width);
-    }
-    kept
 }
 
 /// The least arena that a bag can run in: for each bound on workspace and ring, every layer takes its least bytes.

@@ -1,14 +1,19 @@
 //! All stages of one tuple, exactly: which layers go on which stage, and how each layer runs.
 //!
-//! A dynamic program over (stages done, layers used). A label is (sum of stage times, slowest stage, longest end of step); one that another matches in all three
-//! is dropped, and so is one whose completion cannot beat the incumbent. Stages may hold any number of layers; there is no window around an even cut.
-//! What a stage contains is a bag of layers, so stages with equal bags, room and messages are solved once.
+//! Three passes of one dynamic program over (stages done, layers used). Stages may hold any number of layers; there is no window around an even cut.
+//! 1. *Relaxed*: with every stage at its linear relaxation, the least sum, slowest stage and longest end of all stages before and behind each stage. A stage that cannot
+//!    be part of a plan below the incumbent is left out of what follows; if none is left, that is the proof that the tuple holds nothing better.
+//! 2. *Rounded*: with every stage at a plan that can be run and is nearly its best. It only lowers the incumbent.
+//! 3. *Exact*: with every stage's Pareto set. A label is (sum of stage times, slowest stage, longest end of step); one that another matches in all three is dropped, and so is
+//!    one whose completion cannot beat the incumbent.
+//!
+//! What a stage contains is a bag of layers, so stages with equal bags, room and outlook are solved once.
 
 use crate::menu::{Choice, Menus};
 use crate::objective::{Home, StageTime, total};
-use crate::stage::{Front, Group, Outlook, Point, front, least_arena, sorted};
+use crate::stage::{Front, Group, Outlook, Point, Relaxed, Store, least_arena, sorted};
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
 
 /// The best plan found for a tuple.
@@ -21,13 +26,13 @@ pub struct Solution {
     pub choices: Vec<u32>,
 }
 
-/// How far the search inside a tuple goes.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Effort {
-    /// Everything that could be better than the cut: no result is a proof that there is nothing.
-    Exact,
-    /// Only the most promising labels.
-    Beam(usize),
+/// What solving a tuple showed.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Solved {
+    /// The best plan below the cut that was found.
+    pub best: Option<Solution>,
+    /// No plan of the tuple is below this, if that is below the cut: the best plan's objective, or less if the exact pass had to give up.
+    pub bound: u64,
 }
 
 /// A tuple, its layers, and bounds that do not depend on what is chosen.
@@ -45,8 +50,14 @@ pub struct Stages<'a> {
     count_before: Vec<Vec<usize>>,
     /// Sums of least messages over the first stages.
     message_before: Vec<u64>,
+    store: Store<'a>,
+    /// Room of each stage.
+    rooms: Vec<u64>,
+    bags: RefCell<HashMap<(usize, usize), Rc<[Group]>>>,
+    /// By bag, micro-batches in flight and room.
+    relaxations: RefCell<HashMap<(Rc<[Group]>, u64, u64), Option<Relaxed>>>,
     /// By bag and micro-batches in flight.
-    least_arenas: RefCell<HashMap<(Vec<Group>, u64), u64>>,
+    least_arenas: RefCell<HashMap<(Rc<[Group]>, u64), u64>>,
 }
 
 struct Label {
@@ -56,12 +67,31 @@ struct Label {
     /// First layer of this stage, and which label of the stage before this one continues.
     start: usize,
     from: usize,
-    front: Rc<Front>,
     point: Point,
 }
 
-/// What a front depends on.
-type Key = (Vec<Group>, u64, u64, u64, Outlook);
+/// A stage that may be part of a wanted plan, and what is known about all others.
+struct Candidate {
+    start: usize,
+    end: usize,
+    bag: Rc<[Group]>,
+    message: u64,
+    outlook: Outlook,
+    /// No plan with this stage is below this.
+    bound: u64,
+}
+
+/// The least sum, slowest stage and longest end of some stages.
+type Extremes = (u64, u64, u64);
+
+const NOTHING: Extremes = (u64::MAX / 8, u64::MAX / 8, u64::MAX / 8);
+
+fn least(a: Extremes, b: Extremes) -> Extremes {
+    (a.0.min(b.0), a.1.min(b.1), a.2.min(b.2))
+}
+fn joined(a: Extremes, b: Extremes) -> Extremes {
+    (a.0 + b.0, a.1.max(b.1), a.2.max(b.2))
+}
 
 impl<'a> Stages<'a> {
     pub fn new(menus: &'a Menus, layers: &'a [usize], budget: u64) -> Stages<'a> {
@@ -90,83 +120,184 @@ impl<'a> Stages<'a> {
         for stage in 0..menus.tuple.pp {
             message_before.push(message_before[stage as usize] + menus.least_message(stage));
         }
-        Stages { menus, layers, budget, least, time_before, end_before, count_before, message_before, least_arenas: RefCell::default() }
+        let store = Store::new(&menus.choices, menus.tuple.micro_batches);
+        let rooms = (0..menus.tuple.pp).map(|s| menus.room(budget, s).unwrap_or(0)).collect();
+        Stages {
+            menus,
+            layers,
+            budget,
+            least,
+            time_before,
+            end_before,
+            count_before,
+            message_before,
+            store,
+            rooms,
+            bags: RefCell::default(),
+            relaxations: RefCell::default(),
+            least_arenas: RefCell::default(),
+        }
     }
 
-    /// The best plan below `cut`, if there is one (and, short of exact effort, if it is found).
-    pub fn solve(&self, cut: u64, effort: Effort) -> Option<Solution> {
-        let (stages, layers) = (self.menus.tuple.pp as usize, self.layers.len());
-        let m = self.menus.tuple.micro_batches;
-        let width = match effort {
-            Effort::Exact => None,
-            Effort::Beam(width) => Some(width),
+    /// The best plan below `cut`, if there is one.
+    pub fn solve(&self, cut: u64) -> Solved {
+        let nothing = Solved { best: None, bound: cut };
+        let Some(candidates) = self.relaxed(cut) else { return nothing };
+        let rounded = self.combine(&candidates, cut, |store, stage, c| {
+            let (room, in_flight) = (self.rooms[stage], self.menus.tuple.in_flight(stage as u64));
+            let points = store.rounded(&c.bag, in_flight, room, c.message, &Outlook { cut, ..c.outlook });
+            Rc::new(Front { points, complete: true })
+        });
+        let cut = rounded.as_ref().map_or(cut, |s| s.objective);
+        let candidates = match rounded {
+            Some(_) => self.relaxed(cut),
+            None => Some(candidates),
         };
+        let Some(candidates) = candidates else { return Solved { best: rounded, bound: cut } };
+        let mut known: HashMap<(Rc<[Group]>, u64, u64, u64, Outlook), Rc<Front>> = HashMap::new();
+        let mut complete = true;
+        let exact = self.combine(&candidates, cut, |store, stage, c| {
+            let (room, in_flight) = (self.rooms[stage], self.menus.tuple.in_flight(stage as u64));
+            let key = (Rc::clone(&c.bag), in_flight, room, c.message, c.outlook);
+            let front = known.entry(key).or_insert_with(|| Rc::new(store.front(&c.bag, in_flight, room, c.message, &c.outlook)));
+            complete &= front.complete;
+            Rc::clone(front)
+        });
+        let best = exact.or(rounded);
+        let found = best.as_ref().map_or(cut, |s| s.objective);
+        // Every plan has one candidate of each stage.
+        let weakest = |row: &Vec<Candidate>| row.iter().map(|c| c.bound).min().unwrap_or(found);
+        let bound = if complete { found } else { candidates.iter().map(weakest).max().unwrap_or(found).min(found) };
+        Solved { best, bound }
+    }
+
+    /// For each stage, the layers it may hold in a plan below the cut; nothing if there is no such plan.
+    fn relaxed(&self, cut: u64) -> Option<Vec<Vec<Candidate>>> {
+        let (stages, layers) = (self.menus.tuple.pp as usize, self.layers.len());
+        let (m, constant) = (self.menus.tuple.micro_batches, self.menus.constant);
         let earliest = self.earliest_starts()?;
-        let mut fronts: HashMap<Key, Rc<Front>> = HashMap::new();
-        // labels[s][j]: after stage s, layers before j are placed.
-        let mut labels: Vec<Vec<Vec<Label>>> = Vec::with_capacity(stages);
+        // All stages that could be reached, with what they take at least.
+        let mut table: Vec<Vec<(usize, usize, Rc<[Group]>, u64, Relaxed)>> = Vec::with_capacity(stages);
+        let mut before: Vec<BTreeMap<usize, Extremes>> = vec![BTreeMap::from([(0, (0, 0, 0))])];
         for stage in 0..stages {
-            let mut row: Vec<Vec<Label>> = (0..=layers).map(|_| Vec::new()).collect();
-            let room = self.menus.room(self.budget, stage as u64)?;
-            let in_flight = self.menus.tuple.in_flight(stage as u64);
-            let starts: Vec<usize> = if stage == 0 { vec![0] } else { (0..layers).filter(|&j| !labels[stage - 1][j].is_empty()).collect() };
-            for start in starts {
-                let last_end = layers - (stages - stage - 1);
-                let first_end = earliest[stage + 1].max(start + 1);
-                let first_end = if stage + 1 == stages { layers } else { first_end };
+            let mut row = Vec::new();
+            let mut next: BTreeMap<usize, Extremes> = BTreeMap::new();
+            let last_end = layers - (stages - stage - 1);
+            for (&start, &so_far) in &before[stage] {
+                let first_end = if stage + 1 == stages { layers } else { earliest[stage + 1].max(start + 1) };
                 for end in first_end..=last_end {
-                    let message = self.menus.message(stage as u64, end - 1);
-                    let outlook = self.outlook(stage, start, end, cut);
                     let inside = self.time_before[end] - self.time_before[start];
-                    if self.time_before[layers] + (m - 1) * inside >= cut {
+                    if constant + self.time_before[layers] + (m - 1) * inside >= cut {
                         // More layers only make it slower.
                         break;
                     }
-                    if !outlook.hopeful(inside + message, 0, 0) {
+                    let message = self.menus.message(stage as u64, end - 1);
+                    let rest = self.rest(stage + 1, end);
+                    let reach = |time: u64, ended: u64| {
+                        let (sum, slowest, ends) = joined(joined(so_far, (time, time, ended)), rest);
+                        sum + (m - 1) * slowest + ends + constant
+                    };
+                    if reach(inside + message, 0) >= cut {
                         continue;
                     }
                     let bag = self.bag(start, end);
-                    let key = (bag, in_flight, room, message, outlook);
-                    let solved = fronts
-                        .entry(key)
-                        .or_insert_with_key(|(bag, ..)| Rc::new(front(&self.menus.choices, bag, in_flight, room, message, &outlook, width)));
-                    if solved.points.is_empty() {
+                    let Some(mut relaxed) = self.relax(stage, &bag) else { break };
+                    relaxed.time += message;
+                    relaxed.joint += m * message;
+                    if reach(relaxed.time, relaxed.end) >= cut {
                         continue;
                     }
-                    let solved = Rc::clone(solved);
-                    let befores: Vec<(usize, u64, u64, u64)> = match stage {
-                        0 => vec![(0, 0, 0, 0)],
-                        _ => labels[stage - 1][start].iter().enumerate().map(|(i, l)| (i, l.sum, l.slowest, l.end)).collect(),
-                    };
-                    let (rest_time, rest_slowest, rest_end) = self.rest(stage + 1, end);
-                    for (from, sum, slowest, ended) in befores {
-                        for &point in &solved.points {
-                            let label = Label {
-                                sum: sum + point.time,
-                                slowest: slowest.max(point.time),
-                                end: ended.max(point.end),
-                                start,
-                                from,
-                                front: Rc::clone(&solved),
-                                point,
-                            };
-                            let bound =
-                                label.sum + rest_time + (m - 1) * label.slowest.max(rest_slowest) + label.end.max(rest_end) + self.menus.constant;
-                            if bound < cut {
-                                row[end].push(label);
-                            }
+                    let here = joined(so_far, (relaxed.time, relaxed.time, relaxed.end));
+                    let place = next.entry(end).or_insert(NOTHING);
+                    *place = least(*place, here);
+                    row.push((start, end, bag, message, relaxed));
+                }
+            }
+            table.push(row);
+            before.push(next);
+        }
+        // From behind: what the stages from here on take at least, if they start at a layer.
+        let mut behind: Vec<BTreeMap<usize, Extremes>> = vec![BTreeMap::new(); stages + 1];
+        behind[stages].insert(layers, (0, 0, 0));
+        for stage in (0..stages).rev() {
+            let mut here: BTreeMap<usize, Extremes> = BTreeMap::new();
+            for (start, end, _, _, relaxed) in &table[stage] {
+                if let Some(&rest) = behind[stage + 1].get(end) {
+                    let place = here.entry(*start).or_insert(NOTHING);
+                    *place = least(*place, joined((relaxed.time, relaxed.time, relaxed.end), rest));
+                }
+            }
+            behind[stage] = here;
+        }
+        let mut candidates = Vec::with_capacity(stages);
+        for (stage, row) in table.into_iter().enumerate() {
+            let wanted = row.into_iter().filter_map(|(start, end, bag, message, relaxed)| {
+                let (others, slowest, ended) = joined(*before[stage].get(&start)?, *behind[stage + 1].get(&end)?);
+                let outlook = Outlook { cut, micro_batches: m, others, slowest, end: ended, constant };
+                let bound = outlook.bound(relaxed.time, relaxed.end, relaxed.joint);
+                (bound < cut).then_some(Candidate { start, end, bag, message, outlook, bound })
+            });
+            let wanted: Vec<Candidate> = wanted.collect();
+            if wanted.is_empty() {
+                return None;
+            }
+            candidates.push(wanted);
+        }
+        Some(candidates)
+    }
+
+    /// The best plan below the cut whose stages are candidates run at a point of their fronts.
+    fn combine(
+        &self,
+        candidates: &[Vec<Candidate>],
+        cut: u64,
+        mut solve: impl FnMut(&Store<'a>, usize, &Candidate) -> Rc<Front>,
+    ) -> Option<Solution> {
+        let (stages, layers) = (candidates.len(), self.layers.len());
+        let (m, constant) = (self.menus.tuple.micro_batches, self.menus.constant);
+        let mut done: Vec<BTreeMap<usize, Vec<Label>>> = Vec::with_capacity(stages);
+        for (stage, row) in candidates.iter().enumerate() {
+            let mut next: BTreeMap<usize, Vec<Label>> = BTreeMap::new();
+            for candidate in row {
+                let (start, end) = (candidate.start, candidate.end);
+                let befores: Vec<(usize, Extremes)> = match stage {
+                    0 => vec![(0, (0, 0, 0))],
+                    _ => match done[stage - 1].get(&start) {
+                        Some(labels) => labels.iter().map(|l| (l.sum, l.slowest, l.end)).enumerate().collect(),
+                        None => continue,
+                    },
+                };
+                let rest = self.rest(stage + 1, end);
+                let front = solve(&self.store, stage, candidate);
+                for (from, so_far) in befores {
+                    for point in &front.points {
+                        let (sum, slowest, ended) = joined(so_far, (point.time, point.time, point.end));
+                        let (whole, most, longest) = joined((sum, slowest, ended), rest);
+                        if whole + (m - 1) * most + longest + constant < cut {
+                            let label = Label { sum, slowest, end: ended, start, from, point: point.clone() };
+                            next.entry(end).or_default().push(label);
                         }
                     }
                 }
             }
-            for cell in &mut row {
-                pareto(cell, m, width);
-            }
-            labels.push(row);
+            next.values_mut().for_each(pareto);
+            done.push(next);
         }
-        let finished = |l: &Label| l.sum + (m - 1) * l.slowest + l.end + self.menus.constant;
-        let best = (0..labels[stages - 1][layers].len()).min_by_key(|&i| finished(&labels[stages - 1][layers][i]))?;
-        Some(self.trace(&labels, best))
+        let last = done[stages - 1].get(&layers)?;
+        let finished = |l: &Label| l.sum + (m - 1) * l.slowest + l.end;
+        let best = (0..last.len()).min_by_key(|&i| finished(&last[i]))?;
+        Some(self.trace(&done, best))
+    }
+
+    /// What a stage with these layers takes at least.
+    fn relax(&self, stage: usize, bag: &Rc<[Group]>) -> Option<Relaxed> {
+        let key = (Rc::clone(bag), self.menus.tuple.in_flight(stage as u64), self.rooms[stage]);
+        if let Some(known) = self.relaxations.borrow().get(&key) {
+            return *known;
+        }
+        let relaxed = self.store.relaxed(bag, key.1, key.2);
+        self.relaxations.borrow_mut().insert(key, relaxed);
+        relaxed
     }
 
     /// The least number of bytes by which every plan of this tuple misses the budget (0 if one fits), and the stage that misses it by so many; nothing if that
@@ -252,24 +383,6 @@ impl<'a> Stages<'a> {
         (earliest[0] == 0).then_some(earliest)
     }
 
-    /// What is known about the rest of the plan when a stage holds the layers from `start` to before `end`.
-    fn outlook(&self, stage: usize, start: usize, end: usize, cut: u64) -> Outlook {
-        let (stages, layers) = (self.menus.tuple.pp as usize, self.layers.len());
-        let inside = self.time_before[end] - self.time_before[start];
-        let messages = self.message_before[stages] - (self.message_before[stage + 1] - self.message_before[stage]);
-        let others = self.time_before[layers] - inside + messages;
-        let ends = self.end_before[layers] - (self.end_before[end] - self.end_before[start]);
-        let count = |kind: usize| self.count_before[kind][layers] - (self.count_before[kind][end] - self.count_before[kind][start]);
-        Outlook {
-            cut,
-            micro_batches: self.menus.tuple.micro_batches,
-            others,
-            slowest: self.spread(stages - 1, others, &count),
-            end: if stages > 1 { ends.div_ceil(stages as u64 - 1) } else { 0 },
-            constant: self.menus.constant,
-        }
-    }
-
     /// The least sum, slowest stage and longest end of stages from `stage` on, for layers from `start` on.
     fn rest(&self, stage: usize, start: usize) -> (u64, u64, u64) {
         let (stages, layers) = (self.menus.tuple.pp as usize, self.layers.len());
@@ -294,7 +407,10 @@ impl<'a> Stages<'a> {
     }
 
     /// The layers from `start` to before `end`, as a bag.
-    fn bag(&self, start: usize, end: usize) -> Vec<Group> {
+    fn bag(&self, start: usize, end: usize) -> Rc<[Group]> {
+        if let Some(known) = self.bags.borrow().get(&(start, end)) {
+            return Rc::clone(known);
+        }
         let mut bag: Vec<Group> = Vec::new();
         for layer in start..end {
             let (kind, home) = (self.layers[layer], self.home(layer, start, end));
@@ -303,11 +419,13 @@ impl<'a> Stages<'a> {
                 None => bag.push(Group { kind, home, count: 1 }),
             }
         }
-        sorted(bag)
+        let bag: Rc<[Group]> = sorted(bag).into();
+        self.bags.borrow_mut().insert((start, end), Rc::clone(&bag));
+        bag
     }
 
     /// How the homes of the tied parameter lie, seen from a layer on a stage.
-    fn home(&self, layer: usize, start: usize, end: usize) -> Home {
+    pub fn home(&self, layer: usize, start: usize, end: usize) -> Home {
         let tied = |l: usize| self.menus.tied[self.layers[l]];
         if !tied(layer) {
             Home::Together
@@ -321,21 +439,19 @@ impl<'a> Stages<'a> {
     }
 
     /// The plan that ends in a label of the last stage.
-    fn trace(&self, labels: &[Vec<Vec<Label>>], best: usize) -> Solution {
+    fn trace(&self, done: &[BTreeMap<usize, Vec<Label>>], best: usize) -> Solution {
         let mut stages = Vec::new();
         let mut times = Vec::new();
         let mut choices = vec![0; self.layers.len()];
         let (mut end, mut at) = (self.layers.len(), best);
-        for stage in (0..labels.len()).rev() {
-            let label = &labels[stage][end][at];
+        for row in done.iter().rev() {
+            let label = &row[&end][at];
             let start = label.start;
-            let mut chosen = label.front.choices(&label.point);
-            let bag = self.bag(start, end);
-            // Choices come for the last group's last layer first; within a group layers take them in rising order.
-            for group in bag.iter().rev() {
-                let mut of_group: Vec<u32> = chosen.drain(..group.count).collect();
-                of_group.sort_unstable();
-                let members = (start..end).filter(|&l| self.layers[l] == group.kind && self.home(l, start, end) == group.home);
+            for (group, Group { kind, home, .. }) in self.bag(start, end).iter().enumerate() {
+                let mut chosen: Vec<(u32, usize)> = label.point.counts.iter().filter(|c| c.0 == group).map(|c| (c.1, c.2)).collect();
+                chosen.sort_unstable();
+                let of_group = chosen.into_iter().flat_map(|(choice, count)| std::iter::repeat_n(choice, count));
+                let members = (start..end).filter(|&l| self.layers[l] == *kind && self.home(l, start, end) == *home);
                 for (layer, choice) in members.zip(of_group) {
                     choices[layer] = choice;
                 }
@@ -350,20 +466,14 @@ impl<'a> Stages<'a> {
     }
 }
 
-/// Labels that no other matches in sum, slowest and end; of equal ones the first. With a width, the most promising of them.
-fn pareto(labels: &mut Vec<Label>, micro_batches: u64, width: Option<usize>) {
+/// Labels that no other matches in sum, slowest and end; of equal ones the first.
+fn pareto(labels: &mut Vec<Label>) {
     labels.sort_by_key(|l| (l.sum, l.slowest, l.end));
     let mut kept: Vec<Label> = Vec::new();
     for label in labels.drain(..) {
         if !kept.iter().any(|k| k.slowest <= label.slowest && k.end <= label.end) {
             kept.push(label);
         }
-    }
-    if let Some(width) = width
-        && kept.len() > width
-    {
-        kept.sort_by_key(|l| (l.sum + (micro_batches - 1) * l.slowest + l.end, l.sum));
-        kept.truncate(width);
     }
     *labels = kept;
 }

@@ -14,7 +14,7 @@ use dplan_ir::program::Write;
 
 use super::Run;
 use super::block::{Block, BlockMut};
-use super::float::{Float, clear, dot, put, sum};
+use super::float::{Float, clear, dot, max, put, sum};
 use super::product::{Matrix, MatrixMut, multiply};
 
 #[derive(Debug)]
@@ -203,12 +203,15 @@ impl AttentionKernel {
         row[..lo].fill(T::ZERO);
         row[hi..].fill(T::ZERO);
         let seen = &mut row[lo..hi];
-        let Some(max) = seen.iter().copied().reduce(|a, b| if b > a { b } else { a }) else { return f64::NEG_INFINITY };
-        seen.iter_mut().for_each(|s| *s = (*s - max).exp());
+        if seen.is_empty() {
+            return f64::NEG_INFINITY;
+        }
+        let largest = max(seen);
+        seen.iter_mut().for_each(|s| *s = (*s - largest).exp());
         let total = sum(seen.len(), |j| seen[j].to_f64());
         let factor = T::from_f64(1.0 / total);
         seen.iter_mut().for_each(|s| *s = *s * factor);
-        max.to_f64() + total.ln()
+        largest.to_f64() + total.ln()
     }
 
     /// Index of query `i` of a tile among all (batch, query, group, head).

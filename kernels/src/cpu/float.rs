@@ -166,6 +166,37 @@ pub fn dot<T: Float>(x: &[T], y: &[T]) -> f64 {
     sum(n, |i| x[i].to_f64() * y[i].to_f64())
 }
 
+/// The largest element, −∞ of none; NaN counts as none.
+#[inline(always)]
+pub fn max<T: Float>(x: &[T]) -> T {
+    let larger = |a: T, b: T| if b > a { b } else { a };
+    let mut lanes = [T::NEG_INFINITY; LANES];
+    let chunks = x.chunks_exact(LANES);
+    let rest = chunks.remainder();
+    for chunk in chunks {
+        for (lane, &v) in lanes.iter_mut().zip(chunk) {
+            *lane = larger(*lane, v);
+        }
+    }
+    lanes.iter().chain(rest).fold(T::NEG_INFINITY, |a, &b| larger(a, b))
+}
+
+/// Elements whose exponentials are computed before any is summed, so that both loops are vector loops.
+pub const EXP_CHUNK: usize = 64;
+
+/// Σ exp(x − shift) in f64: chunks of [`EXP_CHUNK`] elements, each in the order of [`sum`], chunks in order.
+#[inline(always)]
+pub fn exp_sum<T: Float>(x: &[T], shift: T) -> f64 {
+    let mut exps = [T::ZERO; EXP_CHUNK];
+    let mut total = 0.0;
+    for chunk in x.chunks(EXP_CHUNK) {
+        let exps = &mut exps[..chunk.len()];
+        fill(exps, Write::Set, |i| (chunk[i] - shift).exp());
+        total += sum(exps.len(), |i| exps[i].to_f64());
+    }
+    total
+}
+
 /// Rows of a block of [`column_sums`].
 pub const SUM_ROWS: usize = 64;
 const SUM_COLUMNS: usize = 64;
@@ -197,6 +228,17 @@ pub fn column_sums<T: Float, B>(rows: usize, dst: &mut [T], write: Write, block:
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn max_finds_the_largest_wherever_it_is() {
+        for n in 1..40 {
+            for at in 0..n {
+                let x: Vec<f32> = (0..n).map(|i| if i == at { -1.0 } else { -2.0 - i as f32 }).collect();
+                assert_eq!(max(&x), -1.0, "{at} of {n}");
+            }
+        }
+        assert_eq!(max::<f64>(&[]), f64::NEG_INFINITY);
+    }
 
     #[test]
     fn exp_is_within_two_units_of_the_last_place() {

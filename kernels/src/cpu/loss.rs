@@ -7,7 +7,7 @@ use dplan_ir::extent::Extent;
 
 use super::Run;
 use super::block::{Block, BlockMut};
-use super::float::{Float, clear, fill, put, sum};
+use super::float::{Float, clear, exp_sum, fill, max, put, sum};
 
 #[derive(Debug)]
 pub enum Loss {
@@ -63,8 +63,11 @@ impl Loss {
 
 /// log Σ exp, −∞ of nothing.
 fn log_sum_exp<T: Float>(x: &[T]) -> T {
-    let Some(max) = x.iter().copied().reduce(|a, b| if b > a { b } else { a }) else { return T::NEG_INFINITY };
-    T::from_f64(max.to_f64() + sum(x.len(), |i| (x[i] - max).exp().to_f64()).ln())
+    if x.is_empty() {
+        return T::NEG_INFINITY;
+    }
+    let largest = max(x);
+    T::from_f64(largest.to_f64() + exp_sum(x, largest).ln())
 }
 
 /// Where this rank's columns have the target.

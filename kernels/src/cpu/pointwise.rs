@@ -4,7 +4,7 @@ use dplan_ir::op::Activation;
 use dplan_ir::program::Write;
 
 use super::block::{Block, BlockMut};
-use super::float::{Float, column_sums, fill, put};
+use super::float::{Float, column_sums, fill};
 
 #[derive(Debug)]
 pub enum Pointwise {
@@ -97,14 +97,21 @@ fn gated_grad<T: Float>(ins: &[Block<'_>], outs: &mut [BlockMut<'_>], write: Wri
     let (gate, up, dy) = (T::of(ins[0]), T::of(ins[1]), T::of(ins[2]));
     let [dgate, dup] = outs else { unreachable!("two results by the type rule") };
     let (dgate, dup) = (T::of_mut(dgate), T::of_mut(dup));
-    let n = gate.len();
-    let (up, dy, dgate, dup) = (&up[..n], &dy[..n], &mut dgate[..n], &mut dup[..n]);
-    for i in 0..n {
-        let (value, slope) = f(gate[i]);
-        put(&mut dgate[i], dy[i] * up[i] * slope, write);
-        put(&mut dup[i], dy[i] * value, write);
+    // Values and slopes first, on the stack: each loop then writes to one place, which compilers turn into vector code.
+    let (mut values, mut slopes) = ([T::ZERO; CHUNK], [T::ZERO; CHUNK]);
+    for start in (0..gate.len()).step_by(CHUNK) {
+        let at = start..gate.len().min(start + CHUNK);
+        for (i, &x) in gate[at.clone()].iter().enumerate() {
+            (values[i], slopes[i]) = f(x);
+        }
+        let (up, dy) = (&up[at.clone()], &dy[at.clone()]);
+        fill(&mut dgate[at.clone()], write, |i| dy[i] * up[i] * slopes[i]);
+        fill(&mut dup[at], write, |i| dy[i] * values[i]);
     }
 }
+
+/// Elements of a gated gradient at a time.
+const CHUNK: usize = 64;
 
 /// Value and slope of x · σ(x).
 #[inline(always)]

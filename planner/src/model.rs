@@ -8,7 +8,7 @@
 
 use crate::lower::LowerError;
 use crate::machine::Machine;
-use crate::options::{Blueprint, Pricing};
+use crate::options::{Blueprint, Key, Pricing};
 use crate::padding::candidates;
 use crate::prices::{Links, Offer, Prices, Shape};
 use crate::units::{Bytes, Nanos};
@@ -32,6 +32,7 @@ pub struct Model<'a> {
     /// Ways of padding, by tp.
     padded: BTreeMap<u64, Rc<[Padded]>>,
     offers: BTreeMap<(u32, Shape), Rc<[Offer]>>,
+    priced: BTreeMap<(u32, Key), Rc<[Offer]>>,
     /// Bytes of each boundary.
     handed_on: BTreeMap<Shape, Vec<u64>>,
 }
@@ -54,6 +55,7 @@ impl<'a> Model<'a> {
             crossing: graph.boundaries(),
             padded: BTreeMap::new(),
             offers: BTreeMap::new(),
+            priced: BTreeMap::new(),
             handed_on: BTreeMap::new(),
         })
     }
@@ -75,7 +77,7 @@ impl<'a> Model<'a> {
 impl std::fmt::Debug for Model<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let offers: usize = self.offers.values().map(|o| o.len()).sum();
-        write!(f, "{} classes, {} pricings, {offers} options", self.blueprints.len(), self.offers.len())
+        write!(f, "{} classes, {} pricings, {offers} options", self.blueprints.len(), self.priced.len())
     }
 }
 
@@ -115,7 +117,10 @@ impl Prices for Model<'_> {
         }
         let pricing = self.pricing(shape);
         let all: Rc<[Offer]> = match (&pricing, self.blueprints.get(&class)) {
-            (Some(pricing), Some(blueprint)) => blueprint.offers(pricing).into(),
+            // Padding of a dim that a layer does not have is nothing to it.
+            (Some(pricing), Some(blueprint)) => {
+                Rc::clone(self.priced.entry((class, blueprint.key(pricing))).or_insert_with(|| blueprint.offers(pricing).into()))
+            }
             _ => Rc::from([]),
         };
         self.offers.insert((class, shape), Rc::clone(&all));

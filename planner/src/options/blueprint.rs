@@ -2,17 +2,17 @@
 //!
 //! Deciding on a forward op fixes the shardings of its operands and results and of those of its derivatives. A *slot* is a value through which decisions
 //! meet; it is *open* from the first decision that touches it to the last. The order of decisions keeps few slots open at a time (a path decomposition of
-//! the layer, found greedily). Nothing here depends on a machine or a mesh.
+//! the layer's decisions, found greedily). Nothing here depends on a machine or a mesh.
 
 use crate::lower::{LowerError, Sharder};
 use crate::strategy::is_follower;
-use dplan_ir::entity::{NodeId, ParamId, ValueId};
+use dplan_ir::entity::{DimId, NodeId, ParamId, ValueId};
 use dplan_ir::extent::node_rule;
 use dplan_ir::graph::{Def, Graph, Phase};
 use dplan_ir::mesh::Mesh;
 use dplan_ir::rule::Rule;
 use dplan_ir::sharding::Padded;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// What kind of value a slot is, which decides what its forms cost.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -103,6 +103,8 @@ pub struct Blueprint {
     pub(super) steps: Vec<Step>,
     /// A value that crosses a border of the layer, if one does.
     pub(super) crossing: Vec<ValueId>,
+    /// Dims of its values, ascending.
+    pub(super) dims: Vec<DimId>,
 }
 
 impl Blueprint {
@@ -136,7 +138,8 @@ impl Blueprint {
         // What all homes of a tied parameter must agree on is part of every complete decision.
         slots.iter_mut().filter(|s| s.tied).for_each(|s| s.last = usize::MAX);
         let crossing = [sharder.input(layer), sharder.output(layer)].into_iter().flatten().collect();
-        Ok(Blueprint { slots, steps, crossing })
+        let dims: BTreeSet<DimId> = slots.iter().flat_map(|s| sharder.graph.values[s.value].ty.dims.iter().copied()).collect();
+        Ok(Blueprint { slots, steps, crossing, dims: dims.into_iter().collect() })
     }
 
     pub(super) fn is_tied(&self, param: ParamId) -> bool {
@@ -283,7 +286,7 @@ fn made_kind(sharder: &Sharder<'_>, node: NodeId, value: ValueId) -> Kind {
     }
 }
 
-/// Reorders steps so that few slots are open at a time, gives each sum to the first step after which its operands are known, and says what each touches.
+/// Reorders steps so that few decisions are remembered at a time, gives each sum to the first step after which its operands are known, and says what each touches.
 fn order(steps: &[Step], sums: &[Sum], slots: usize) -> Vec<Step> {
     let ports = |op: &Op| -> Vec<usize> {
         let made = |p: &Port| match *p {
@@ -316,20 +319,7 @@ fn order(steps: &[Step], sums: &[Sum], slots: usize) -> Vec<Step> {
         makers[sum.out] = need.clone();
         needs.push(need);
     }
-    // Greedy: next the step that leaves the fewest slots open; one that follows another comes behind it.
-    let mut done = vec![false; steps.len()];
-    let mut sequence: Vec<usize> = Vec::new();
-    while sequence.len() < steps.len() {
-        let open = |candidate: usize| {
-            let decided = |s: usize| s == candidate || done[s];
-            users.iter().filter(|u| u.iter().any(|&s| decided(s)) && !u.iter().all(|&s| decided(s))).count()
-        };
-        let next = (0..steps.len()).filter(|&s| !done[s] && leaders[s].is_none_or(|l| done[l])).min_by_key(|&s| (open(s), s));
-        // There is one: the first in graph order that is not done follows none but those before it.
-        let Some(next) = next else { break };
-        done[next] = true;
-        sequence.push(next);
-    }
+    let sequence = sequence(&users, &leaders);
     let mut place = vec![0; steps.len()];
     sequence.iter().enumerate().for_each(|(at, &step)| place[step] = at);
     let mut ordered: Vec<Step> = sequence.iter().map(|&s| Step { sums: Vec::new(), touched: own[s].clone(), ..steps[s].clone() }).collect();
@@ -343,4 +333,35 @@ fn order(steps: &[Step], sums: &[Sum], slots: usize) -> Vec<Step> {
         step.touched.dedup();
     }
     ordered
+}
+
+/// Steps up to which every beginning is tried; longer layers are decided in graph order.
+const MOST_STEPS: usize = 128;
+
+/// An order of steps in which each that follows another comes behind it. What has to be remembered after a step are the decisions, not those that follow,
+/// of the steps that touch an open slot: the order is the best of those that begin somewhere and go on with the step that leaves the fewest.
+fn sequence(users: &[Vec<usize>], leaders: &[Option<usize>]) -> Vec<usize> {
+    let steps = leaders.len();
+    if steps > MOST_STEPS {
+        return (0..steps).collect();
+    }
+    let free = (0..steps).filter(|&s| leaders[s].is_none()).fold(0u128, |set, s| set | 1 << s);
+    let users: Vec<u128> = users.iter().map(|u| u.iter().fold(0u128, |set, &s| set | 1 << s)).filter(|u| u.count_ones() > 1).collect();
+    let remembered = |done: u128| {
+        let open = users.iter().filter(|&&u| u & done != 0 && u & !done != 0);
+        open.fold(0, |set, u| set | u & done & free).count_ones()
+    };
+    let from = |start: usize| {
+        let (mut order, mut done, mut weight) = (vec![start], 1u128 << start, 0u64);
+        loop {
+            weight = weight.saturating_add(1 << (2 * remembered(done)).min(60));
+            let ready = |s: &usize| done & 1 << s == 0 && leaders[*s].is_none_or(|l| done & 1 << l != 0);
+            // There is one until all are done: the first in graph order follows none but those before it.
+            let Some(next) = (0..steps).filter(ready).min_by_key(|&s| remembered(done | 1 << s)) else { return (weight, order) };
+            done |= 1 << next;
+            order.push(next);
+        }
+    };
+    let starts = (0..steps).filter(|&s| leaders[s].is_none());
+    starts.map(from).min_by_key(|(weight, _)| *weight).map(|(_, order)| order).unwrap_or_default()
 }

@@ -78,18 +78,18 @@ impl Measure {
 pub(super) type Costs = [Cost; VARIANTS];
 
 /// Most shardings of one value: the width of the sets below.
-pub(super) const MOST_SHARDINGS: usize = 128;
+pub(super) const MOST_SHARDINGS: usize = 64;
 
 /// What is decided about a slot: where its value is made, and how it is read. Shardings are numbers in the slot's own list; sets are bits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(super) struct SlotState {
     pub base: u8,
     /// Read by the forward pass.
-    pub forward: u128,
+    pub forward: u64,
     /// Read by the forward pass, by an op that full recompute runs again.
-    pub again: u128,
+    pub again: u64,
     /// Read by the backward pass.
-    pub backward: u128,
+    pub backward: u64,
 }
 
 pub(super) const UNKNOWN: u8 = u8::MAX;
@@ -265,7 +265,7 @@ fn loads(slot: &Slot, state: &SlotState, shardings: &[Sharding], rates: &Rates<'
     let mut costs = [Cost::default(); VARIANTS];
     for at in bits(state.forward | state.backward) {
         let space = align(rates.local(slot.value, &shardings[at]).bytes());
-        let in_set = |set: u128| set & (1 << at) != 0;
+        let in_set = |set: u64| set & (1 << at) != 0;
         for (variant, cost) in costs.iter_mut().enumerate() {
             let full = variant == RECOMPUTE;
             let (forward, backward) = (in_set(state.forward), in_set(state.backward) || full && in_set(state.again));
@@ -321,19 +321,26 @@ pub(super) fn common(state: &SlotState, shardings: &[Sharding]) -> AxisSet {
 }
 
 /// A parameter's state has no reads but a list of terms, sorted: eight bits each, the number of the sharding and one bit for "not alone", plus one.
+/// There is room for eight.
 pub(super) fn push_term(state: &mut SlotState, sharding: usize, alone: bool) -> bool {
-    let mut codes: Vec<u128> = codes(state.forward).collect();
-    if codes.len() == 16 || sharding >= MOST_SHARDINGS - 1 {
+    let code = (sharding as u64) << 1 | u64::from(!alone);
+    let mut codes = [0; 8];
+    let mut count = 0;
+    for known in self::codes(state.forward) {
+        codes[count] = known;
+        count += 1;
+    }
+    if count == codes.len() {
         return false;
     }
-    codes.push((sharding as u128) << 1 | u128::from(!alone));
-    codes.sort_unstable();
-    state.forward = codes.iter().rev().fold(0, |packed, code| packed << 8 | (code + 1));
+    codes[count] = code;
+    codes[..=count].sort_unstable();
+    state.forward = codes[..=count].iter().rev().fold(0, |packed, code| packed << 8 | (code + 1));
     true
 }
 
-fn codes(packed: u128) -> impl Iterator<Item = u128> {
-    (0..16).map(move |i| packed >> (8 * i) & 0xff).take_while(|&c| c != 0).map(|c| c - 1)
+fn codes(packed: u64) -> impl Iterator<Item = u64> {
+    (0..8).map(move |i| packed >> (8 * i) & 0xff).take_while(|&c| c != 0).map(|c| c - 1)
 }
 
 fn terms(state: &SlotState) -> impl Iterator<Item = (usize, bool)> {
@@ -341,11 +348,11 @@ fn terms(state: &SlotState) -> impl Iterator<Item = (usize, bool)> {
 }
 
 /// Members of a set, ascending.
-pub(super) fn bits(set: u128) -> impl Iterator<Item = usize> {
+pub(super) fn bits(set: u64) -> impl Iterator<Item = usize> {
     let mut left = set;
     std::iter::from_fn(move || {
         let at = left.trailing_zeros();
-        (at < 128).then(|| {
+        (at < 64).then(|| {
             left &= left - 1;
             at as usize
         })

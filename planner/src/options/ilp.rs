@@ -64,8 +64,8 @@ impl Blueprint {
             let weights: Vec<Vec<Measure>> =
                 stages.iter().map(|s| s.outcomes.iter().map(|o| net.rates.measure(&o.costs[variant])).collect()).collect();
             let Some(path) = flow(&stages, &weights, goal)? else { continue };
-            let found = self.offer(pricing, &mut net, variant, &path).map(|offer| offer.option);
-            if let Some(found) = found.filter(|f| best.as_ref().is_none_or(|b| goal.value(f) < goal.value(b))) {
+            let found = self.offer(pricing, &net, &stages, variant, &path).option;
+            if best.as_ref().is_none_or(|b| goal.value(&found) < goal.value(b)) {
                 best = Some(found);
             }
         }
@@ -119,7 +119,7 @@ fn flow(stages: &[Stage], weights: &[Vec<Measure>], goal: &Goal) -> Result<Optio
         let here = stage.arcs.iter().zip(flows).filter(|(a, _)| a.from == node);
         let most = here.max_by(|(_, a), (_, b)| solution.value(**a).total_cmp(&solution.value(**b)));
         let Some((arc, _)) = most else { return Ok(None) };
-        path.push(usize::from(stage.outcomes[arc.outcome as usize].choice));
+        path.push(arc.outcome);
         node = arc.to;
     }
     Ok(Some(path))

@@ -7,30 +7,18 @@
 use super::form::{Cost, Measure};
 use super::net::Stage;
 
-/// A complete path, as one choice per step.
-pub(super) type Path = Vec<usize>;
+/// A complete path: for each step, which of the stage's outcomes.
+pub(super) type Path = Vec<u32>;
 
 /// Weights of (time, parameters, frame, both kinds of bytes) of the complete paths that serve as bounds, relative to the least that any path needs of each.
-const SEEDS: [[f64; 4]; 12] = [
-    [1.0, 1e-6, 1e-6, 1e-6],
-    [1.0, 0.03, 1e-6, 1e-6],
-    [1.0, 0.1, 1e-6, 1e-6],
-    [1.0, 0.3, 1e-6, 1e-6],
-    [1.0, 0.1, 0.3, 1e-6],
-    [1.0, 1e-6, 0.3, 1e-6],
-    [1.0, 0.03, 0.1, 0.1],
-    [1.0, 0.1, 0.1, 0.3],
-    [1.0, 1e-6, 1e-6, 0.3],
-    [1.0, 0.3, 1e-6, 0.3],
-    [0.01, 1.0, 1.0, 1.0],
-    [0.01, 0.1, 0.1, 1.0],
-];
+const SEEDS: [[f64; 4]; 6] =
+    [[1.0, 1e-6, 1e-6, 1e-6], [1.0, 0.1, 1e-6, 1e-6], [1.0, 0.3, 1e-6, 0.1], [1.0, 1e-6, 0.3, 0.1], [1.0, 0.1, 0.1, 0.3], [0.01, 0.1, 1.0, 1.0]];
 
 #[derive(Clone, Copy)]
 struct Label {
     measure: Measure,
     parent: u32,
-    choice: u16,
+    outcome: u32,
 }
 
 /// Number of nodes behind the last step.
@@ -53,7 +41,7 @@ pub(super) fn pareto(stages: &[Stage], variant: usize, measure: impl Fn(&Cost) -
         }
         None => false,
     };
-    let mut labels: Vec<Label> = vec![Label { measure: Measure::default(), parent: 0, choice: 0 }];
+    let mut labels: Vec<Label> = vec![Label { measure: Measure::default(), parent: 0, outcome: 0 }];
     let mut at: Vec<std::ops::Range<usize>> = vec![0..1];
     for (step, stage) in stages.iter().enumerate() {
         let mut next: Vec<Vec<Label>> = vec![Vec::new(); rest[step + 1].len()];
@@ -66,11 +54,10 @@ pub(super) fn pareto(stages: &[Stage], variant: usize, measure: impl Fn(&Cost) -
                 continue;
             }
             let more = &weights[step][arc.outcome as usize];
-            let choice = stage.outcomes[arc.outcome as usize].choice;
             for parent in from {
                 let label = &labels[parent].measure;
                 if !beaten(&label.plus(&onward)) {
-                    next[arc.to as usize].push(Label { measure: label.plus(more), parent: parent as u32, choice });
+                    next[arc.to as usize].push(Label { measure: label.plus(more), parent: parent as u32, outcome: arc.outcome });
                 }
             }
         }
@@ -95,7 +82,7 @@ pub(super) fn pareto(stages: &[Stage], variant: usize, measure: impl Fn(&Cost) -
             let mut path = vec![0; stages.len()];
             let mut label = last;
             for step in path.iter_mut().rev() {
-                *step = usize::from(labels[label].choice);
+                *step = labels[label].outcome;
                 label = labels[label].parent as usize;
             }
             found.push((sink as u32, labels[last].measure, path));

@@ -29,9 +29,9 @@ use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::plan::{Gathered, LayerPlan, Recompute, Zero};
 use dplan_ir::rule::Assignment;
 use dplan_ir::sharding::{Padded, Sharding, local_type};
-use form::{BACKWARD, FORWARD, FRAME, Measure, VARIANTS as COUNT, WORKSPACE};
+use form::{BACKWARD, Cost, FORWARD, FRAME, Measure, VARIANTS as COUNT, WORKSPACE};
 use labels::Path;
-use net::{Keep, Net};
+use net::{Keep, Net, Stage};
 
 /// What all layers of a plan share, as far as it decides what one micro-batch costs on one rank.
 #[derive(Clone, Debug)]
@@ -52,14 +52,16 @@ pub struct Pricing<'a> {
 impl<'a> Pricing<'a> {
     /// One pricing for each way of padding ([`padding::candidates`]), the least padding first.
     pub fn all(graph: &'a Graph, machine: &'a Machine, tp: u64, micro_batch: u64, boundary: Option<u32>) -> Vec<Pricing<'a>> {
-        let mesh = Mesh::new(1, tp);
-        let price = |mut padded: Padded| {
-            if let Some(batch) = graph.batch {
-                padded.0[batch] = micro_batch;
-            }
-            Pricing { graph, machine, mesh: mesh.clone(), micro_batch, boundary, padded }
-        };
-        padding::candidates(graph, &mesh).into_iter().map(price).collect()
+        let paddings = padding::candidates(graph, &Mesh::new(1, tp));
+        paddings.into_iter().map(|padded| Pricing::new(graph, machine, tp, micro_batch, boundary, padded)).collect()
+    }
+
+    /// The pricing under one of the [`padding::candidates`] for `tp` ranks.
+    pub fn new(graph: &'a Graph, machine: &'a Machine, tp: u64, micro_batch: u64, boundary: Option<u32>, mut padded: Padded) -> Pricing<'a> {
+        if let Some(batch) = graph.batch {
+            padded.0[batch] = micro_batch;
+        }
+        Pricing { graph, machine, mesh: Mesh::new(1, tp), micro_batch, boundary, padded }
     }
 
     /// Padded size of a dim.
@@ -130,25 +132,35 @@ impl Blueprint {
             }
         }
         kept.sort_by_key(|k| k.1);
-        kept.into_iter().filter_map(|(_, _, variant, path)| self.offer(pricing, &mut net, variant, &path)).collect()
+        kept.iter().map(|(_, _, variant, path)| self.offer(pricing, &net, &stages, *variant, path)).collect()
     }
 
-    fn offer(&self, pricing: &Pricing<'_>, net: &mut Net<'_>, variant: usize, path: &Path) -> Option<Offer> {
-        let (costs, stored) = net.walk(path)?;
-        let cost = costs[variant];
+    fn offer(&self, pricing: &Pricing<'_>, net: &Net<'_>, stages: &[Stage], variant: usize, path: &Path) -> Offer {
+        let outcomes = || path.iter().zip(stages).map(|(&outcome, stage)| &stage.outcomes[outcome as usize]);
+        let choices: Vec<usize> = outcomes().map(|o| usize::from(o.choice)).collect();
+        let cost = outcomes().fold(Cost::default(), |sum, o| sum.plus(&o.costs[variant])).0;
+        let stored = net.stored(&choices);
         let tied = |param: ParamId| self.is_tied(param);
         let (recompute, gathered) = VARIANTS[variant];
         let option = LayerOption {
-            strategy: net.strategy(path),
+            strategy: net.strategy(&choices),
             recompute,
             gathered,
-            forward: Nanos(cost.0[FORWARD]),
-            backward: Nanos(cost.0[BACKWARD]),
-            bytes: LayerBytes { buckets: buckets(pricing, &stored, tied), frame: cost.0[FRAME], workspace: cost.0[WORKSPACE] },
+            forward: Nanos(cost[FORWARD]),
+            backward: Nanos(cost[BACKWARD]),
+            bytes: LayerBytes { buckets: buckets(pricing, &stored, tied), frame: cost[FRAME], workspace: cost[WORKSPACE] },
         };
-        Some(Offer { option, tie: stored.iter().find(|(param, ..)| tied(*param)).map(|(_, sharding, _)| sharding.clone()) })
+        Offer { option, tie: stored.iter().find(|(param, ..)| tied(*param)).map(|(_, sharding, _)| sharding.clone()) }
+    }
+
+    /// All of a pricing that this layer's options depend on, machine and graph aside: pricings alike in it have the same options.
+    pub fn key(&self, pricing: &Pricing<'_>) -> Key {
+        (pricing.mesh.ranks(), pricing.boundary, self.dims.iter().map(|&d| pricing.size(d)).collect())
     }
 }
+
+/// Tensor-parallel ranks, boundary, and the size of each dim of a layer.
+pub type Key = (u64, Option<u32>, Vec<u64>);
 
 /// Parameters sharded over the same axes, whose gradients wait for the same axes, share a bucket; a tied one stays alone.
 fn buckets(pricing: &Pricing<'_>, stored: &[(ParamId, Sharding, AxisSet)], tied: impl Fn(ParamId) -> bool) -> Vec<BucketSize> {

@@ -2,7 +2,7 @@
 //! path from the source to a sink is a strategy of the layer, whose costs are the sum of its arcs'.
 
 use super::Pricing;
-use super::blueprint::{Blueprint, Kind, Op, Port, Step};
+use super::blueprint::{Blueprint, Kind, Op, Port, Step, Sum};
 use super::form::{
     BACKWARD, Cost, Costs, FORWARD, MOST_SHARDINGS, RECOMPUTE, Rates, SlotState, UNKNOWN, VARIANTS, WORKSPACE, common, push_term, settle,
 };
@@ -14,7 +14,7 @@ use dplan_ir::op::Op as GraphOp;
 use dplan_ir::program::align;
 use dplan_ir::rule::Assignment;
 use dplan_ir::sharding::{LocalType, Sharding};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasherDefault, Hasher};
 
 /// What a strategy of an op tells one slot. Shardings are numbers in the slot's list.
@@ -85,6 +85,14 @@ impl Seen {
     }
 }
 
+/// How a sum of two cotangents is made: the number of its sharding in the slots of its terms and its result.
+#[derive(Clone, Copy, Debug)]
+struct Met {
+    terms: [u8; 2],
+    out: u8,
+    time: u64,
+}
+
 /// One way on from a node: a strategy of the step's op.
 #[derive(Clone, Debug)]
 pub(super) struct Outcome {
@@ -121,6 +129,8 @@ pub(super) struct Net<'p> {
     pub rates: Rates<'p>,
     pub choices: Vec<Vec<Choice>>,
     seen: Vec<Seen>,
+    /// By result and the shardings of terms and value.
+    sums: HashMap<(usize, [u8; 3]), Met, Fast>,
     scratch: Vec<SlotState>,
     /// For each step and sharding of its leader, the choice that follows it, if there is such a choice.
     followers: HashMap<(usize, u8), Option<usize>, Fast>,
@@ -136,6 +146,7 @@ impl<'p> Net<'p> {
             rates: Rates::new(pricing),
             choices: Vec::new(),
             seen: vec![Seen::default(); slots],
+            sums: HashMap::default(),
             scratch: vec![SlotState::EMPTY; slots],
             followers: HashMap::default(),
         };
@@ -264,16 +275,14 @@ impl<'p> Net<'p> {
             }
         }
         for sum in &step.sums {
-            let [left, right] = sum.terms.map(|t| self.seen[t].shardings[usize::from(states[t].base)].clone());
-            let target = if left == right { left } else { self.seen[sum.of].shardings[usize::from(states[sum.of].base)].whole() };
-            for slot in sum.terms {
-                let number = self.seen[slot].sharding(&target)?;
-                states[slot].backward |= 1 << number;
-            }
-            states[sum.out].base = self.seen[sum.out].sharding(&target)?;
-            let block = self.rates.local(self.blueprint.slots[sum.out].value, &target);
-            let time = self.rates.run(&GraphOp::Add, &[&block, &block], &[&block]).0;
-            costs.iter_mut().for_each(|c| c.add(BACKWARD, time));
+            let bases = [sum.terms[0], sum.terms[1], sum.of].map(|slot| states[slot].base);
+            let met = match self.sums.get(&(sum.out, bases)) {
+                Some(&met) => met,
+                None => self.meet(sum, bases)?,
+            };
+            sum.terms.iter().zip(met.terms).for_each(|(&slot, number)| states[slot].backward |= 1 << number);
+            states[sum.out].base = met.out;
+            costs.iter_mut().for_each(|c| c.add(BACKWARD, met.time));
         }
         for &slot in &step.settles {
             let closing = self.close(slot, states[slot])?;
@@ -284,6 +293,19 @@ impl<'p> Net<'p> {
             costs.iter_mut().zip(&closing).for_each(|(c, more)| *c = c.plus(more));
         }
         Some(costs)
+    }
+
+    /// The sharding in which the terms of a sum meet: their own if they are alike, and otherwise that of the value whose cotangents they are.
+    fn meet(&mut self, sum: &Sum, bases: [u8; 3]) -> Option<Met> {
+        let sharding = |slot: usize, base: u8| &self.seen[slot].shardings[usize::from(base)];
+        let (left, right) = (sharding(sum.terms[0], bases[0]), sharding(sum.terms[1], bases[1]));
+        let target = if left == right { left.clone() } else { sharding(sum.of, bases[2]).whole() };
+        let block = self.rates.local(self.blueprint.slots[sum.out].value, &target);
+        let mut number = |slot: usize| self.seen[slot].sharding(&target);
+        let terms = [number(sum.terms[0])?, number(sum.terms[1])?];
+        let met = Met { terms, out: number(sum.out)?, time: self.rates.run(&GraphOp::Add, &[&block, &block], &[&block]).0 };
+        self.sums.insert((sum.out, bases), met);
+        Some(met)
     }
 
     fn close(&mut self, slot: usize, state: SlotState) -> Option<Costs> {
@@ -297,24 +319,40 @@ impl<'p> Net<'p> {
         costs
     }
 
-    /// What a strategy of the whole layer costs, and where it stores each parameter: its sharding, and the axes its gradient waits for.
-    pub fn walk(&mut self, path: &[usize]) -> Option<(Costs, Vec<(ParamId, Sharding, AxisSet)>)> {
+    /// What a strategy of the whole layer costs, if it is possible.
+    #[cfg(test)]
+    pub fn walk(&mut self, path: &[usize]) -> Option<Costs> {
         let mut states: Vec<SlotState> = (0..self.seen.len()).map(|s| self.initial(s)).collect();
         let mut costs = [Cost::default(); VARIANTS];
         for (at, &choice) in path.iter().enumerate() {
             let more = self.decide(at, choice, &mut states)?;
             costs.iter_mut().zip(&more).for_each(|(c, more)| *c = c.plus(more));
         }
-        let mut stored = Vec::new();
-        for (slot, state) in states.iter().enumerate() {
+        Some(costs)
+    }
+
+    /// Where a possible strategy of the layer stores each parameter: its sharding, and the axes its gradient waits for.
+    pub fn stored(&self, path: &[usize]) -> Vec<(ParamId, Sharding, AxisSet)> {
+        let mut states: BTreeMap<usize, SlotState> = BTreeMap::new();
+        for event in path.iter().zip(&self.choices).flat_map(|(&choice, choices)| &choices[choice].events) {
+            match *event {
+                Event::Stored { slot, sharding } => states.entry(slot).or_insert(SlotState::EMPTY).base = sharding,
+                Event::Term { slot, sharding, alone } => {
+                    push_term(states.entry(slot).or_insert(SlotState::EMPTY), usize::from(sharding), alone);
+                }
+                Event::Made { .. } | Event::Read { .. } => {}
+            }
+        }
+        let mut stored = Vec::with_capacity(states.len());
+        for (slot, state) in states {
             if let Kind::Param(param) = self.blueprint.slots[slot].kind {
                 let shardings = &self.seen[slot].shardings;
-                let waits = if self.blueprint.slots[slot].tied { AxisSet::EMPTY } else { common(state, shardings) };
+                let waits = if self.blueprint.slots[slot].tied { AxisSet::EMPTY } else { common(&state, shardings) };
                 stored.push((param, shardings[usize::from(state.base)].clone(), waits));
             }
         }
         stored.sort_unstable_by_key(|&(param, ..)| param);
-        Some((costs, stored))
+        stored
     }
 
     /// The network.
@@ -484,10 +522,6 @@ impl Hasher for Multiply {
     }
     fn write_usize(&mut self, n: usize) {
         self.write_u64(n as u64);
-    }
-    fn write_u128(&mut self, n: u128) {
-        self.write_u64(n as u64);
-        self.write_u64((n >> 64) as u64);
     }
     fn write_u64(&mut self, n: u64) {
         self.0 = (self.0.rotate_left(5) ^ n).wrapping_mul(0x517c_c1b7_2722_0a95);

@@ -197,14 +197,14 @@ fn same_as_lowering(pricing: &Pricing<'_>, layer: u32, net: &mut Net<'_>, path: 
             (None, Err(_)) => {}
             (None, Ok(_)) => panic!("only the lowering allows {strategy:?}"),
             (Some(_), Err(why)) => panic!("the lowering refuses {strategy:?}: {why}"),
-            (Some((costs, _)), Ok(priced)) => {
+            (Some(costs), Ok(priced)) => {
                 let found =
                     [priced.forward.0, priced.backward.0, priced.param_elems(), priced.partial_elems(), priced.bytes.frame, priced.bytes.workspace];
                 assert_eq!(costs[variant].0, found, "layer {layer}, {recompute:?} {gathered:?}, {strategy:?}");
             }
         }
     }
-    walked.map(|(costs, _)| costs)
+    walked
 }
 
 fn every_pricing<'a>(graph: &'a Graph, machine: &'a Machine, tps: &[u64]) -> Vec<Pricing<'a>> {

@@ -169,7 +169,7 @@ impl Walk<'_> {
         if !in_place {
             self.note_read(src);
         }
-        if pattern == Pattern::AllReduce && (!in_place || from == to) || !in_place {
+        if !in_place || pattern == Pattern::AllReduce && from == to {
             let moved = match pattern {
                 Pattern::AllReduce => Ok(self.profile(src)),
                 Pattern::ReduceScatter | Pattern::AllGather => self.collapse(src).map(|fact| vec![(u64::MAX, fact)]),

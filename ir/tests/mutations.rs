@@ -109,7 +109,7 @@ fn what_the_verifier_accepts_of_damaged_programs_is_still_right() {
         let want = trained(&subject, &subject.program, 1).unwrap_or_else(|| panic!("{}: does not train", subject.what));
         for damage in Damage::ALL {
             let mut random = 1u64;
-            for _ in 0..16 {
+            for _ in 0..8 {
                 random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
                 let Some((program, at)) = damage.apply(&subject.program, random >> 20) else { break };
                 let counts = caught.entry(damage).or_default();
@@ -118,11 +118,8 @@ fn what_the_verifier_accepts_of_damaged_programs_is_still_right() {
                     continue;
                 }
                 counts[1] += 1;
-                for seed in 1..3 {
-                    let got = trained(&subject, &program, seed);
-                    let right = got.as_ref().is_some_and(|got| alike(got, &want));
-                    assert!(right, "{}: {damage:?} at {at} was accepted, but trains wrong (seed {seed})", subject.what);
-                }
+                let right = trained(&subject, &program, random).is_some_and(|got| alike(&got, &want));
+                assert!(right, "{}: {damage:?} at {at} was accepted, but trains wrong (seed {random})", subject.what);
             }
         }
     }

@@ -204,3 +204,7 @@ pub fn layer_plan(menus: &Menus, kind: usize, choice: u32) -> LayerPlan {
 pub fn search(request: Request<'_>) -> Result<Answer, Refusal> {
     Planner::new(request)?.search()
 }
+
+#[cfg(test)]
+#[path = "request_tests.rs"]
+mod tests;

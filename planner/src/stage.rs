@@ -116,27 +116,23 @@ type Hull = Vec<(u64, u64, u32)>;
 #[derive(Clone, Debug)]
 struct Shelf {
     items: Vec<Item>,
+    /// Ways that keep the bounds, dominated ones included: more of them under wider bounds, or the same.
+    allowed: usize,
     least: Load,
     time: Hull,
     joint: Hull,
 }
 
-/// All shelves under the same bounds, by kind and home; nothing if a kind cannot keep the bounds.
-type Shelves = Vec<Option<[Rc<Shelf>; 3]>>;
-
-/// What does not change while bags with the same number of micro-batches in flight are solved.
-struct Level {
-    items: Vec<[Vec<Item>; 3]>,
-    rings: Vec<u64>,
-    workspaces: Vec<u64>,
-}
+/// One layer of a kind, at a home, with so many micro-batches in flight.
+type Place = (usize, Home, u64);
 
 /// The choices of a tuple, arranged for stages.
 pub struct Store<'a> {
     menus: &'a [Vec<Choice>],
     micro_batches: u64,
-    levels: RefCell<HashMap<u64, Rc<Level>>>,
-    shelves: RefCell<HashMap<(u64, u64, u64), Rc<Shelves>>>,
+    items: RefCell<HashMap<Place, Rc<[Item]>>>,
+    /// By place and bounds on ring and workspace; nothing if no way keeps them.
+    shelves: RefCell<HashMap<(Place, u64, u64), Option<Rc<Shelf>>>>,
 }
 
 /// A solved linear relaxation.
@@ -151,15 +147,19 @@ struct Lp {
 
 impl<'a> Store<'a> {
     pub fn new(menus: &'a [Vec<Choice>], micro_batches: u64) -> Store<'a> {
-        Store { menus, micro_batches, levels: RefCell::default(), shelves: RefCell::default() }
+        Store { menus, micro_batches, items: RefCell::default(), shelves: RefCell::default() }
     }
 
     /// Bounds on every way of running a bag in so much room; nothing if there is none.
     pub fn relaxed(&self, bag: &[Group], in_flight: u64, room: u64) -> Option<Relaxed> {
         let mut best: Option<Relaxed> = None;
-        for &ring in &self.level(in_flight).rings {
-            let shelves = self.shelves(in_flight, ring, u64::MAX);
-            let Some(shelves) = of_bag(&shelves, bag) else { continue };
+        let mut before = 0;
+        for ring in self.values(bag, in_flight, |l| l.ring) {
+            let Some(shelves) = self.shelves(bag, in_flight, ring, u64::MAX) else { continue };
+            let allowed: usize = shelves.iter().map(|s| s.allowed).sum();
+            if allowed == std::mem::replace(&mut before, allowed) {
+                continue;
+            }
             let workspace = shelves.iter().map(|s| s.least.workspace).max().unwrap_or(0);
             let Some(free) = room.checked_sub(ring.saturating_add(workspace)) else { continue };
             let (Some(time), Some(joint)) = (lp(bag, &shelves, |s| &s.time, free), lp(bag, &shelves, |s| &s.joint, free)) else { continue };
@@ -201,78 +201,78 @@ impl<'a> Store<'a> {
 
     /// Calls `visit` with every bound on workspace and ring under which the bag could be part of a wanted plan.
     fn each_bound(&self, bag: &[Group], in_flight: u64, room: u64, message: u64, outlook: &Outlook, mut visit: impl FnMut(&[Rc<Shelf>], u64, &Lp)) {
-        let level = self.level(in_flight);
-        let bound = |workspace: Option<u64>, ring: u64| {
-            let all = self.shelves(in_flight, ring, workspace.unwrap_or(u64::MAX));
-            let shelves = of_bag(&all, bag)?;
-            let workspace = workspace.or_else(|| shelves.iter().map(|s| s.least.workspace).max()).unwrap_or(0);
+        let hopeful = |shelves: &[Rc<Shelf>], ring: u64, workspace: u64| {
             let free = room.checked_sub(ring.saturating_add(workspace))?;
-            let joint = lp(bag, &shelves, |s| &s.joint, free)?;
-            let time = bag.iter().zip(&shelves).map(|(g, s)| g.count as u64 * s.least.time).sum::<u64>();
-            let end = bag.iter().zip(&shelves).map(|(g, s)| g.count as u64 * s.least.end).sum::<u64>();
-            outlook.hopeful(time + message, end, joint.value + self.micro_batches * message).then_some((shelves, free, joint))
+            let joint = lp(bag, shelves, |s| &s.joint, free)?;
+            let sum = |of: fn(&Load) -> u64| bag.iter().zip(shelves).map(|(g, s)| g.count as u64 * of(&s.least)).sum::<u64>();
+            let (time, end) = (sum(|l| l.time) + message, sum(|l| l.end));
+            outlook.hopeful(time, end, joint.value + self.micro_batches * message).then_some((free, joint))
         };
-        for &ring in level.rings.iter().filter(|&&ring| bound(None, ring).is_some()) {
-            let mut before: Vec<Vec<u32>> = Vec::new();
-            for &workspace in &level.workspaces {
-                if let Some((shelves, free, joint)) = bound(Some(workspace), ring) {
-                    // A wider bound that allows nothing new is no other bound.
-                    let choices: Vec<Vec<u32>> = shelves.iter().map(|s| s.items.iter().map(|i| i.1).collect()).collect();
-                    if choices != before {
-                        visit(&shelves, free, &joint);
-                    }
-                    before = choices;
+        // Wider bounds that allow nothing new are no other bounds.
+        let news = |shelves: &[Rc<Shelf>], before: &mut usize| {
+            let allowed = shelves.iter().map(|s| s.allowed).sum();
+            allowed != std::mem::replace(before, allowed)
+        };
+        let workspaces = self.values(bag, in_flight, |l| l.workspace);
+        let mut rings_before = 0;
+        for ring in self.values(bag, in_flight, |l| l.ring) {
+            let Some(shelves) = self.shelves(bag, in_flight, ring, u64::MAX) else { continue };
+            let workspace = shelves.iter().map(|s| s.least.workspace).max().unwrap_or(0);
+            if !news(&shelves, &mut rings_before) || hopeful(&shelves, ring, workspace).is_none() {
+                continue;
+            }
+            let mut before = 0;
+            for &workspace in workspaces.iter().filter(|&&w| w >= workspace) {
+                let Some(shelves) = self.shelves(bag, in_flight, ring, workspace) else { continue };
+                if news(&shelves, &mut before)
+                    && let Some((free, joint)) = hopeful(&shelves, ring, workspace)
+                {
+                    visit(&shelves, free, &joint);
                 }
             }
         }
     }
 
-    fn level(&self, in_flight: u64) -> Rc<Level> {
-        let build = || {
-            let items = |menu: &Vec<Choice>| Home::ALL.map(|home| undominated(menu, home, in_flight));
-            let items: Vec<[Vec<Item>; 3]> = self.menus.iter().map(items).collect();
-            let values = |of: fn(&Load) -> u64| {
-                let mut values: Vec<u64> = items.iter().flatten().flatten().map(|i| of(&i.0)).collect();
-                values.sort_unstable();
-                values.dedup();
-                values
-            };
-            let (rings, workspaces) = (values(|l| l.ring), values(|l| l.workspace));
-            Rc::new(Level { items, rings, workspaces })
-        };
-        Rc::clone(self.levels.borrow_mut().entry(in_flight).or_insert_with(build))
+    /// The values of one size among all ways of running the bag's layers, from the least that all of them can keep.
+    fn values(&self, bag: &[Group], in_flight: u64, of: fn(&Load) -> u64) -> Vec<u64> {
+        let items: Vec<Rc<[Item]>> = bag.iter().map(|g| self.items((g.kind, g.home, in_flight))).collect();
+        let least = items.iter().map(|items| items.iter().map(|i| of(&i.0)).min().unwrap_or(0)).max().unwrap_or(0);
+        let mut values: Vec<u64> = items.iter().flat_map(|items| items.iter().map(|i| of(&i.0))).filter(|&v| v >= least).collect();
+        values.sort_unstable();
+        values.dedup();
+        values
     }
 
-    fn shelves(&self, in_flight: u64, ring: u64, workspace: u64) -> Rc<Shelves> {
-        let level = self.level(in_flight);
-        let shelf = |items: &Vec<Item>| {
-            let mut kept: Vec<Item> = Vec::new();
-            for &(load, choice) in items.iter().filter(|(l, _)| l.ring <= ring && l.workspace <= workspace) {
-                // The smallest workspace must not be hidden where it is not bounded.
-                let covers = |k: &Item| k.0.time <= load.time && k.0.end <= load.end && k.0.bytes <= load.bytes;
-                if workspace == u64::MAX || !kept.iter().any(covers) {
-                    kept.push((load, choice));
-                }
+    fn items(&self, place: Place) -> Rc<[Item]> {
+        let (kind, home, in_flight) = place;
+        Rc::clone(self.items.borrow_mut().entry(place).or_insert_with(|| undominated(&self.menus[kind], home, in_flight).into()))
+    }
+
+    /// The shelves of a bag's groups; nothing if one cannot keep the bounds.
+    fn shelves(&self, bag: &[Group], in_flight: u64, ring: u64, workspace: u64) -> Option<Vec<Rc<Shelf>>> {
+        let one = |group: &Group| {
+            let place = (group.kind, group.home, in_flight);
+            let mut known = self.shelves.borrow_mut();
+            known.entry((place, ring, workspace)).or_insert_with(|| self.shelf(&self.items(place), ring, workspace)).clone()
+        };
+        bag.iter().map(one).collect()
+    }
+
+    fn shelf(&self, items: &[Item], ring: u64, workspace: u64) -> Option<Rc<Shelf>> {
+        let (mut kept, mut allowed) = (Vec::<Item>::new(), 0);
+        for &(load, choice) in items.iter().filter(|(l, _)| l.ring <= ring && l.workspace <= workspace) {
+            allowed += 1;
+            // Items come by rising time.
+            let covers = |k: &Item| k.0.end <= load.end && k.0.bytes <= load.bytes;
+            // The smallest workspace must not be hidden where it is not bounded.
+            if workspace == u64::MAX || !kept.iter().any(covers) {
+                kept.push((load, choice));
             }
-            let least = kept.iter().map(|i| i.0).reduce(|a, b| a.pick(b, u64::min))?;
-            let (time, joint) = (hull(&kept, |l| l.time), hull(&kept, |l| self.micro_batches * l.time + l.end));
-            Some(Rc::new(Shelf { items: kept, least, time, joint }))
-        };
-        let build = || {
-            let kind = |items: &[Vec<Item>; 3]| {
-                let together = shelf(&items[0])?;
-                let other = |home: usize| if items[home] == items[0] { Some(Rc::clone(&together)) } else { shelf(&items[home]) };
-                Some([Rc::clone(&together), other(1)?, other(2)?])
-            };
-            Rc::new(level.items.iter().map(kind).collect())
-        };
-        Rc::clone(self.shelves.borrow_mut().entry((in_flight, ring, workspace)).or_insert_with(build))
+        }
+        let least = kept.iter().map(|i| i.0).reduce(|a, b| a.pick(b, u64::min))?;
+        let (time, joint) = (hull(&kept, |l| l.time), hull(&kept, |l| self.micro_batches * l.time + l.end));
+        Some(Rc::new(Shelf { items: kept, allowed, least, time, joint }))
     }
-}
-
-/// The shelves of a bag's groups.
-fn of_bag(shelves: &Shelves, bag: &[Group]) -> Option<Vec<Rc<Shelf>>> {
-    bag.iter().map(|g| shelves[g.kind].as_ref().map(|homes| Rc::clone(&homes[g.home as usize]))).collect()
 }
 
 /// The Pareto set of the ways of running one layer with so many micro-batches in flight.

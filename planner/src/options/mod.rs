@@ -12,7 +12,7 @@ mod labels;
 mod net;
 mod price;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 pub use blueprint::Blueprint;
 pub use ilp::{Goal, IlpError};

@@ -15,7 +15,7 @@ use dplan_ir::op::{Activation, Attention, Mask, Op, Renormalize, Rope, Rotation,
 
 /// Sizes of a small decoder.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Sizes {
+pub(crate) struct Sizes {
     pub batch: u64,
     pub seq: u64,
     pub hidden: u64,
@@ -37,7 +37,7 @@ fn einsum(left: &str, right: &str, out: &str) -> Op {
 }
 
 /// Embedding, blocks and head in the manner of Llama, differentiated.
-pub(super) fn llama(s: Sizes, dtype: DType) -> Graph {
+pub(crate) fn llama(s: Sizes, dtype: DType) -> Graph {
     let mut b = Builder::new("llama");
     let [batch, seq, h, g, r, d, f, v] =
         [("b", s.batch), ("s", s.seq), ("h", s.hidden), ("g", s.kv_heads), ("r", s.queries), ("d", s.head), ("f", s.mlp), ("v", s.vocab)]

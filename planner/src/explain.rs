@@ -1,0 +1,161 @@
+//! Why each layer runs as it does: what the choice costs, and what the next best one would.
+//!
+//! Alternatives change one layer alone and leave the rest of the plan as it is. The quickest that fits says how much the choice matters; a quicker one that does not fit
+//! says what memory costs.
+
+use crate::memory::{LayerBytes, StagePosition, arena};
+use crate::menu::{Choice, Menus};
+use crate::objective::{Home, StageTime, total};
+use crate::prices::Prices;
+use crate::problem::Problem;
+use crate::request::layer_plan;
+use crate::space::Tuple;
+use crate::stages::Stages;
+use crate::units::{Bytes, Nanos};
+use dplan_ir::plan::{LayerPlan, Plan, Zero};
+
+/// Neighbouring layers that are alike, on one stage, and run alike.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Note {
+    pub first: usize,
+    /// Inclusive.
+    pub last: usize,
+    pub stage: usize,
+    pub plan: LayerPlan,
+    /// Of one layer: each micro-batch, and the end of the step.
+    pub time: Nanos,
+    pub end: Nanos,
+    /// Of one layer: parameters, gradients, optimizer states; and what each micro-batch in flight keeps.
+    pub states: Bytes,
+    pub frame: Bytes,
+    /// The best other way that fits.
+    pub next: Option<Alternative>,
+    /// The best way that would be quicker and does not fit.
+    pub denied: Option<Alternative>,
+}
+
+/// Another way of running one layer.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Alternative {
+    pub plan: LayerPlan,
+    /// What the step would take.
+    pub step: Nanos,
+    /// Bytes that its stage would be short of; 0 if it fits.
+    pub short: Bytes,
+}
+
+/// Notes on all layers, in order; nothing if the plan is not one of this problem.
+pub fn explain(problem: &Problem, prices: &mut dyn Prices, plan: &Plan) -> Option<Vec<Note>> {
+    let (menus, choices) = (0..prices.paddings(plan.tp)).find_map(|padding| recognise(problem, prices, plan, padding))?;
+    let view = View { problem, menus: &menus, choices: &choices, plan, stages: Stages::new(&menus, &problem.layers, problem.budget) };
+    let mut notes: Vec<Note> = Vec::new();
+    for (stage, cut) in plan.stages.iter().enumerate() {
+        let mut run: Option<(usize, Home, u32)> = None;
+        for layer in cut.first as usize..=cut.last as usize {
+            let key = (problem.layers[layer], view.home(layer), choices[layer]);
+            match notes.last_mut().filter(|_| run == Some(key)) {
+                Some(note) => note.last = layer,
+                None => notes.push(view.note(stage, layer)),
+            }
+            run = Some(key);
+        }
+    }
+    Some(notes)
+}
+
+/// The menus in which every layer of the plan is a choice, and these choices.
+fn recognise(problem: &Problem, prices: &mut dyn Prices, plan: &Plan, padding: u32) -> Option<(Menus, Vec<u32>)> {
+    let &Plan { dp, tp, micro_batch, micro_batches, schedule, boundary, .. } = plan;
+    let tuple = Tuple { pp: plan.pp(), tp, dp, micro_batch, micro_batches, schedule, boundary, padding };
+    let menus = Menus::new(problem, prices, tuple)?;
+    let choice = |(layer, &kind): (u32, &usize)| {
+        let wanted = plan.layer(layer);
+        (0..menus.choices[kind].len() as u32).find(|&c| layer_plan(&menus, kind, c) == *wanted)
+    };
+    let choices = (0..).zip(&problem.layers).map(choice).collect::<Option<Vec<u32>>>()?;
+    Some((menus, choices))
+}
+
+struct View<'a> {
+    problem: &'a Problem,
+    menus: &'a Menus,
+    choices: &'a [u32],
+    plan: &'a Plan,
+    stages: Stages<'a>,
+}
+
+impl View<'_> {
+    fn home(&self, layer: usize) -> Home {
+        let cut = self.plan.stages[self.plan.stage_of(layer as u32)];
+        self.stages.home(layer, cut.first as usize, cut.last as usize + 1)
+    }
+
+    fn choice(&self, layer: usize, instead: Option<(usize, u32)>) -> &Choice {
+        let index = match instead {
+            Some((at, other)) if at == layer => other,
+            _ => self.choices[layer],
+        };
+        &self.menus.choices[self.problem.layers[layer]][index as usize]
+    }
+
+    fn note(&self, stage: usize, layer: usize) -> Note {
+        let kind = self.problem.layers[layer];
+        let chosen = self.choice(layer, None);
+        let terms = chosen.terms(self.home(layer));
+        let tie = |c: &Choice| self.menus.offers[kind][c.offer as usize].tie.as_ref().map(|sharding| (sharding, c.zero));
+        let now = self.step(None);
+        let (mut next, mut denied): (Option<Alternative>, Option<Alternative>) = (None, None);
+        for (other, at) in self.menus.choices[kind].iter().zip(0..) {
+            if at == self.choices[layer] || tie(other) != tie(chosen) {
+                continue;
+            }
+            let instead = Some((layer, at));
+            let (step, short) = (self.step(instead), self.short(stage, instead));
+            let place = if short == 0 { &mut next } else { &mut denied };
+            let better = place.as_ref().is_none_or(|p| (step, short) < (p.step.0, p.short.0));
+            if better && (short == 0 || step < now) {
+                *place = Some(Alternative { plan: layer_plan(self.menus, kind, at), step: Nanos(step), short: Bytes(short) });
+            }
+        }
+        Note {
+            first: layer,
+            last: layer,
+            stage,
+            plan: layer_plan(self.menus, kind, self.choices[layer]),
+            time: Nanos(terms.time),
+            end: Nanos(terms.end),
+            states: Bytes(terms.states),
+            frame: Bytes(chosen.frame),
+            next,
+            denied,
+        }
+    }
+
+    /// The objective with one layer changed.
+    fn step(&self, instead: Option<(usize, u32)>) -> u64 {
+        let stage = |(stage, cut): (u64, &dplan_ir::plan::StagePlan)| {
+            let mut time = StageTime { time: self.menus.message(stage, cut.last as usize), end: 0 };
+            for layer in cut.first as usize..=cut.last as usize {
+                let terms = self.choice(layer, instead).terms(self.home(layer));
+                (time.time, time.end) = (time.time + terms.time, time.end + terms.end);
+            }
+            time
+        };
+        let stages: Vec<StageTime> = (0..).zip(&self.plan.stages).map(stage).collect();
+        total(&stages, self.plan.micro_batches, self.menus.constant)
+    }
+
+    /// Bytes that a stage is short of with one layer changed.
+    fn short(&self, stage: usize, instead: Option<(usize, u32)>) -> u64 {
+        let cut = self.plan.stages[stage];
+        let layers: Vec<(&LayerBytes, Zero)> = (cut.first as usize..=cut.last as usize)
+            .map(|layer| {
+                let choice = self.choice(layer, instead);
+                (&self.menus.offers[self.problem.layers[layer]][choice.offer as usize].option.bytes, choice.zero)
+            })
+            .collect();
+        let (stage, stages) = (stage as u64, self.plan.pp());
+        let at = StagePosition { stage, stages, in_flight: self.menus.tuple.in_flight(stage), boundary: self.menus.boundary };
+        arena(&layers, self.plan.dp, self.problem.types, at).total().saturating_sub(self.problem.budget)
+    }
+}

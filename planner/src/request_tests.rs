@@ -1,0 +1,141 @@
+//! The search on real prices: small Llamas over CPU ranks.
+
+use super::*;
+use crate::baselines::baselines;
+use crate::certificate::check;
+use crate::explain::explain;
+use crate::options::tests::{Sizes, llama};
+use crate::predict::predict;
+use crate::prices::{Prices, Shape};
+
+fn request<'a>(graph: &'a Graph, classes: &'a [u32], machine: &'a Machine, batch: u64, pins: &str) -> Request<'a> {
+    Request {
+        graph,
+        classes,
+        machine,
+        batch,
+        compute: DType::F32,
+        optimizer: Optimizer::AdamW,
+        clip: Clip::GlobalNorm,
+        pins: Pins::parse(pins).unwrap(),
+        memory_limit: None,
+        deadline: None,
+    }
+}
+
+const SIZES: Sizes =
+    Sizes { batch: 1, seq: 32, hidden: 48, kv_heads: 2, queries: 2, head: 12, mlp: 96, vocab: 101, blocks: 4, tied: false, experts: None };
+
+#[test]
+fn plans_cost_what_the_search_says_and_fit() {
+    for tied in [false, true] {
+        let graph = llama(Sizes { tied, ..SIZES }, DType::F32);
+        let classes = dplan_ir::layers::classes(&graph);
+        for (cluster, batch, pins) in [
+            ("cpu:1", 3, ""),
+            ("cpu:2", 4, ""),
+            ("cpu:4", 8, ""),
+            ("cpu:4", 8, "tp=2,zero=1+3"),
+            ("cpu:4", 4, "pp=4,micro=1"),
+            ("cpu:4", 4, "pp=2,recompute=full,schedule=gpipe"),
+            ("h100:2x2", 8, "tp=2"),
+        ] {
+            let machine = Machine::parse(cluster).unwrap();
+            let mut before = Nanos::ZERO;
+            // The unlimited plan, and plans in less memory than it took.
+            let mut limit = None;
+            for _ in 0..2 {
+                let request = Request { memory_limit: limit, ..request(&graph, &classes, &machine, batch, pins) };
+                let mut planner = Planner::new(request).unwrap();
+                let answer = match planner.search() {
+                    Ok(answer) => answer,
+                    Err(Refusal::Infeasible(why)) if limit.is_some() => {
+                        assert!(why.shortage.bytes > 0, "{why}");
+                        break;
+                    }
+                    Err(why) => panic!("{cluster} {pins}: {why}"),
+                };
+                let label = format!("{cluster} {pins} {limit:?}");
+                assert!(answer.statistics.proved && answer.objective >= before, "{label}");
+                assert_eq!(answer.plan.devices(), machine.devices(), "{label}");
+                assert_eq!(answer.plan.batch(), batch, "{label}");
+                let prediction = predict(&graph, &classes, &machine, &answer.plan).unwrap();
+                assert_eq!(prediction.step, answer.objective, "{label}");
+                let most = prediction.memory.iter().map(|m| m.total_bytes()).max().unwrap();
+                assert!(most <= limit.unwrap_or(machine.device.memory).0, "{label}: {most}");
+                let checked = check(&planner.problem, &mut planner.prices, answer.objective.0, &answer.closed);
+                assert!(checked.is_ok(), "{label}: {checked:?}");
+                let notes = explain(&planner.problem, &mut planner.prices, &answer.plan).unwrap();
+                assert_eq!((notes[0].first, notes[notes.len() - 1].last + 1), (0, classes.len()), "{label}");
+                for note in &notes {
+                    assert!(note.next.as_ref().is_none_or(|n| n.step >= answer.objective), "{label}: {note:?}");
+                    assert!(note.denied.as_ref().is_none_or(|n| n.step < answer.objective && n.short.0 > 0), "{label}: {note:?}");
+                }
+                if pins.is_empty() {
+                    for row in baselines(&planner.problem, &mut planner.prices, machine.per_node, &|| false) {
+                        assert!(row.step.is_none_or(|s| s >= answer.objective), "{label}: {row:?}");
+                    }
+                }
+                before = answer.objective;
+                limit = Some(Bytes(most - 1));
+            }
+        }
+    }
+}
+
+#[test]
+fn floors_and_trends_are_below_all_prices() {
+    let graph = llama(SIZES, DType::F32);
+    let classes = dplan_ir::layers::classes(&graph);
+    for cluster in ["cpu:4", "h100:2x2"] {
+        let machine = Machine::parse(cluster).unwrap();
+        let mut model = Model::new(&graph, &classes, &machine).unwrap();
+        let mut compared = 0;
+        for tp in [1, 2, 4] {
+            for boundary in [None, Some(1)] {
+                for padding in 0..model.paddings(tp) {
+                    for micro_batch in [1, 2, 3, 8] {
+                        let shape = Shape { tp, micro_batch, boundary, padding };
+                        for &class in &classes {
+                            let Some(least) = model.offers(class, shape).iter().map(|o| o.option.time()).min() else { continue };
+                            let (floor, trend) = (model.floor(class, tp, micro_batch), model.trend(class, shape, 8));
+                            assert!(floor <= least && trend <= least, "{cluster} {shape:?} class {class}: {floor}, {trend}, {least}");
+                            compared += 1;
+                        }
+                    }
+                }
+            }
+        }
+        assert!(compared > 100);
+    }
+}
+
+#[test]
+fn refusals_say_what_would_do() {
+    let graph = llama(SIZES, DType::F32);
+    let classes = dplan_ir::layers::classes(&graph);
+    let refusal = |cluster: &str, batch, pins: &str, limit: Option<u64>| {
+        let machine = Machine::parse(cluster).unwrap();
+        let request = Request { memory_limit: limit.map(Bytes), ..request(&graph, &classes, &machine, batch, pins) };
+        Planner::new(request).and_then(|mut p| p.search()).map(|a| a.plan.dp).unwrap_err().to_string()
+    };
+    for (cluster, batch, pins, limit, says) in [
+        ("cpu:4", 6, "dp=4", None, "a batch of 6 sequences cannot be covered exactly under the pins dp=4; the nearest that can is 4"),
+        ("cpu:4", 7, "dp=2,micro=2", None, "the nearest that can is 8"),
+        ("cpu:4", 8, "dp=3", None, "no dp · tp · pp makes 4 devices under the pins dp=3"),
+        ("cpu:7", 7, "pp=7", None, "each stage needs one of 6 layers"),
+        ("cpu:4", 8, "zero@0-9=1", None, "layers 0 to 5"),
+        ("cpu:1", 1, "zero=3", None, "ZeRO is pinned without data parallelism"),
+        ("cpu:8", 8, "zero=0,tp=1,pp=1", Some(400_000), "no plan fits under the pins tp=1,pp=1,zero=0"),
+    ] {
+        let found = refusal(cluster, batch, pins, limit);
+        assert!(found.contains(says), "{cluster} {batch} {pins}: {found}");
+    }
+    let found = refusal("cpu:1", 8, "", Some(1_000_000));
+    let fewest: u64 = found.rsplit(' ').next().and_then(|n| n.parse().ok()).unwrap_or_else(|| panic!("{found}"));
+    for devices in 1..=fewest {
+        let machine = Machine::parse(&format!("cpu:{devices}")).unwrap();
+        let request = Request { memory_limit: Some(Bytes(1_000_000)), ..request(&graph, &classes, &machine, 8, "") };
+        assert_eq!(Planner::new(request).and_then(|mut p| p.search()).is_ok(), devices == fewest, "{devices} devices: {found}");
+    }
+}

@@ -35,7 +35,7 @@ pub struct Args {
     #[arg(long, default_value = "local", value_name = "C")]
     cluster: String,
     /// Sequences of one step, over all devices [default: 8 a device].
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
     batch: Option<u64>,
     #[arg(long, default_value = "adamw")]
     optimizer: OptimizerName,

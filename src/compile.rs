@@ -1,7 +1,7 @@
 //! From a model and a cluster to a verified plan: the flat list of passes.
 //!
 //! ```text
-//! differentiate · classes · search · set batch · lower · verify
+//! differentiate · classes · search · baselines · set batch · lower · verify
 //! ```
 //! With `DPLAN_DUMP=dir` every stage is written there, numbered, as text.
 
@@ -13,6 +13,7 @@ use dplan_ir::optimizer::Optimizer;
 use dplan_ir::plan::Clip;
 use dplan_ir::verify::{self, program::Violation};
 use dplan_ir::{grad, layers, text};
+use dplan_planner::baselines::{Baseline, baselines};
 use dplan_planner::lower::{self, LowerError};
 use dplan_planner::machine::Machine;
 use dplan_planner::pins::Pins;
@@ -43,6 +44,8 @@ pub struct Compiled {
     pub prediction: Prediction,
     pub statistics: Statistics,
     pub closed: Vec<Closed>,
+    /// Textbook systems under the same model, each at its best.
+    pub baselines: Vec<Baseline>,
 }
 
 #[derive(Debug, Error)]
@@ -70,7 +73,7 @@ pub fn compile(forward: &Graph, options: &Options<'_>) -> Result<Compiled, Compi
     let mut graph = grad::differentiate(forward)?;
     dump.write("differentiated", || text::print_graph(&graph))?;
     let classes = layers::classes(&graph);
-    let answer = Planner::new(Request {
+    let mut planner = Planner::new(Request {
         graph: &graph,
         classes: &classes,
         machine: &options.cluster,
@@ -81,8 +84,10 @@ pub fn compile(forward: &Graph, options: &Options<'_>) -> Result<Compiled, Compi
         pins: options.pins.clone(),
         memory_limit: options.memory_limit,
         deadline: options.deadline,
-    })?
-    .search()?;
+    })?;
+    let answer = planner.search()?;
+    let late = || options.deadline.is_some_and(|late| late());
+    let baselines = baselines(&planner.problem, &mut planner.prices, options.cluster.per_node, &late);
     let prediction = predict(&graph, &classes, &options.cluster, &answer.plan)?;
     graph.set_batch(answer.plan.dp * answer.plan.micro_batch);
     if dump.is_on() {
@@ -94,7 +99,7 @@ pub fn compile(forward: &Graph, options: &Options<'_>) -> Result<Compiled, Compi
     verify::verify_program(&graph, &program).map_err(CompileError::Violated)?;
     let seq = forward.inputs.first().map_or(1, |&tokens| forward.shape(tokens).into_iter().skip(1).product());
     let file = PlanFile { graph, cluster: options.cluster.clone(), plan: answer.plan, program, seq };
-    Ok(Compiled { file, prediction, statistics: answer.statistics, closed: answer.closed })
+    Ok(Compiled { file, prediction, statistics: answer.statistics, closed: answer.closed, baselines })
 }
 
 /// Numbered dumps of the stages.

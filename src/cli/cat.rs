@@ -1,6 +1,7 @@
 //! `dplan cat`: any file dplan reads, as text.
 
 use super::model::{self, ModelArgs};
+use super::output;
 use super::{Outcome, Result};
 use crate::planfile::PlanFile;
 use clap::ValueEnum;
@@ -39,21 +40,21 @@ pub fn run(args: Args) -> Result<Outcome> {
             Level::Graph => {
                 let mut forward = file.graph.clone();
                 forward.strip_backward();
-                print!("{}", text::print_graph(&forward));
+                output::put!("{}", text::print_graph(&forward));
             }
-            Level::Backward => print!("{}", text::print_graph(&file.graph)),
+            Level::Backward => output::put!("{}", text::print_graph(&file.graph)),
             Level::Sharded => {
                 let sharded = dplan_planner::lower::shard(&file.graph, &file.plan)?;
-                print!("{}", text::print_sharded(&sharded, &file.graph));
+                output::put!("{}", text::print_sharded(&sharded, &file.graph));
             }
-            Level::Program => print!("{}", text::print_program(&file.program, &file.graph)),
+            Level::Program => output::put!("{}", text::print_program(&file.program, &file.graph)),
         }
         return Ok(Outcome::Done);
     }
     let model = model::load(&args.file, &args.model)?;
     match args.level {
-        Level::Graph => print!("{}", text::print_graph(&model.graph)),
-        Level::Backward => print!("{}", text::print_graph(&grad::differentiate(&model.graph)?)),
+        Level::Graph => output::put!("{}", text::print_graph(&model.graph)),
+        Level::Backward => output::put!("{}", text::print_graph(&grad::differentiate(&model.graph)?)),
         Level::Sharded | Level::Program => {
             return Err(anyhow::anyhow!(
                 "{}: a model has no {} yet; compile it first",

@@ -115,12 +115,12 @@ pub fn run(args: Args) -> Result<Outcome> {
     let run = report::TrainingRun { tokens: args.tokens, price: args.price };
     let took = begin.elapsed().as_secs_f64();
     if args.json {
-        println!("{}", report::json(&model, &compiled, run, took));
+        output::say!("{}", report::json(&model, &compiled, run, took));
     } else {
         for note in &notes {
             eprintln!("note: {note}");
         }
-        print!("{}", report::text(&model, &compiled, run));
+        output::put!("{}", report::text(&model, &compiled, run));
         footer(&args, &compiled, took);
     }
     Ok(Outcome::Done)
@@ -128,10 +128,10 @@ pub fn run(args: Args) -> Result<Outcome> {
 
 fn footer(args: &Args, compiled: &Compiled, took: f64) {
     let largest = compiled.prediction.memory.iter().map(|m| m.arena_bytes()).max().unwrap_or(0);
-    println!("programs    {} stages lowered and verified, arena {} a device at most", compiled.file.program.stages.len(), gib(largest));
+    output::say!("programs    {} stages lowered and verified, arena {} a device at most", compiled.file.program.stages.len(), gib(largest));
     match &args.output {
-        Some(path) => println!("written     {} in {}", path.display(), seconds(took)),
-        None => println!("not written (no -o); took {}", seconds(took)),
+        Some(path) => output::say!("written     {} in {}", path.display(), seconds(took)),
+        None => output::say!("not written (no -o); took {}", seconds(took)),
     }
 }
 
@@ -140,7 +140,7 @@ fn refused(args: &Args, refusal: &Refusal) -> Result<Outcome> {
     match refusal {
         Refusal::Infeasible(_) | Refusal::Late => {
             if args.json {
-                println!("{}", serde_json::json!({ "infeasible": refusal.to_string() }));
+                output::say!("{}", serde_json::json!({ "infeasible": refusal.to_string() }));
             }
             eprintln!("{}: {refusal}", args.cluster);
             Ok(Outcome::No)

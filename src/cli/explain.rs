@@ -1,6 +1,6 @@
 //! `dplan explain`: what was chosen, why, and what the alternatives cost. Costs are recomputed from the plan.
 
-use super::output::{gib, seconds};
+use super::output::{self, gib, seconds};
 use super::{Outcome, Result, report};
 use crate::planfile::{PlanFile, recompute_name};
 use dplan_ir::layers;
@@ -39,19 +39,25 @@ pub fn run(args: Args) -> Result<Outcome> {
             .iter()
             .map(|a| json!({ "layers": a.layers, "change": a.change, "step_seconds": a.step, "largest_total_bytes": a.bytes }))
             .collect();
-        println!("{}", json!({ "step_seconds": chosen.step.seconds(), "largest_total_bytes": largest(&chosen), "alternatives": rows }));
+        output::say!("{}", json!({ "step_seconds": chosen.step.seconds(), "largest_total_bytes": largest(&chosen), "alternatives": rows }));
         return Ok(Outcome::Done);
     }
-    print!("{}", report::choice(&file));
-    println!("step        {} predicted, {} a device at most", seconds(chosen.step.seconds()), gib(largest(&chosen)));
-    println!("\nif one kind of layer were run otherwise:");
+    output::put!("{}", report::choice(&file));
+    output::say!("step        {} predicted, {} a device at most", seconds(chosen.step.seconds()), gib(largest(&chosen)));
+    output::say!("\nif one kind of layer were run otherwise:");
     let limit = file.cluster.device.memory.0;
     for a in &alternatives {
         let step = a.step - chosen.step.seconds();
         let bytes = i128::from(a.bytes) - i128::from(largest(&chosen));
         let fits = if a.bytes > limit { "  does not fit" } else { "" };
         let sign = if bytes < 0 { "-" } else { "+" };
-        println!("  layers {:<12} {:<28} step {:>+9.3} ms   memory {sign}{}{fits}", a.layers, a.change, step * 1e3, gib(bytes.unsigned_abs() as u64));
+        output::say!(
+            "  layers {:<12} {:<28} step {:>+9.3} ms   memory {sign}{}{fits}",
+            a.layers,
+            a.change,
+            step * 1e3,
+            gib(bytes.unsigned_abs() as u64)
+        );
     }
     Ok(Outcome::Done)
 }
@@ -109,7 +115,7 @@ fn why_not(file: &PlanFile, classes: &[u32], chosen: &Prediction, pins: Pins, ar
     let answer = match Planner::new(request).and_then(|mut p| p.search()) {
         Ok(answer) => answer,
         Err(Refusal::Infeasible(why)) => {
-            println!("{why}");
+            output::say!("{why}");
             return Ok(Outcome::No);
         }
         Err(other) => return Err(anyhow::anyhow!("{other}").into()),
@@ -124,17 +130,17 @@ fn why_not(file: &PlanFile, classes: &[u32], chosen: &Prediction, pins: Pins, ar
     ];
     if args.json {
         let rows: serde_json::Map<_, _> = rows.iter().map(|(n, a, b)| (n.replace(' ', "_"), json!([a.seconds(), b.seconds()]))).collect();
-        println!("{}", json!({ "seconds": rows, "largest_total_bytes": [largest(chosen), largest(&other)] }));
+        output::say!("{}", json!({ "seconds": rows, "largest_total_bytes": [largest(chosen), largest(&other)] }));
         return Ok(Outcome::Done);
     }
     let pinned = PlanFile { plan: answer.plan, ..file.clone() };
-    println!("the best plan under these pins:");
-    print!("{}", report::choice(&pinned));
-    println!("{:<24} {:>12} {:>12}", "", "chosen", "pinned");
+    output::say!("the best plan under these pins:");
+    output::put!("{}", report::choice(&pinned));
+    output::say!("{:<24} {:>12} {:>12}", "", "chosen", "pinned");
     for (name, a, b) in rows {
-        println!("{name:<24} {:>12} {:>12}", seconds(a.seconds()), seconds(b.seconds()));
+        output::say!("{name:<24} {:>12} {:>12}", seconds(a.seconds()), seconds(b.seconds()));
     }
-    println!("{:<24} {:>12} {:>12}", "memory at most", gib(largest(chosen)), gib(largest(&other)));
+    output::say!("{:<24} {:>12} {:>12}", "memory at most", gib(largest(chosen)), gib(largest(&other)));
     Ok(Outcome::Done)
 }
 

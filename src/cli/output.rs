@@ -13,6 +13,21 @@ pub fn write(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
     whole_file(path, |mut file| file.write_all(bytes)).with_context(|| format!("{}: cannot write", path.display()))
 }
 
+/// Writes to standard output; ends the process quietly if nobody reads it any more (`dplan … | head`).
+pub fn stdout(text: std::fmt::Arguments<'_>) {
+    if std::io::stdout().write_fmt(text).is_err() {
+        std::process::exit(0);
+    }
+}
+
+macro_rules! put {
+    ($($arg:tt)*) => { $crate::cli::output::stdout(format_args!($($arg)*)) };
+}
+macro_rules! say {
+    ($($arg:tt)*) => { $crate::cli::output::stdout(format_args!("{}\n", format_args!($($arg)*))) };
+}
+pub(crate) use {put, say};
+
 /// A number of bytes for people: `1.50 GiB`.
 pub fn gib(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];

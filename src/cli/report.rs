@@ -5,6 +5,7 @@ use crate::cluster;
 use crate::compile::Compiled;
 use crate::import::Model;
 use crate::planfile::{PlanFile, recompute_name};
+use dplan_planner::baselines::Baseline;
 use dplan_planner::predict::Prediction;
 use serde_json::{Value, json};
 use std::fmt::Write;
@@ -38,7 +39,9 @@ pub fn json(model: &Model, compiled: &Compiled, run: TrainingRun, took: f64) -> 
             "seconds": took, "space": s.space, "solved": s.solved,
             "lower_bound_seconds": s.lower_bound as f64 * 1e-9, "gap": s.gap, "proved": s.proved,
         },
-        "baselines": [],
+        "baselines": compiled.baselines.iter().map(|b| json!({
+            "name": b.name, "step_seconds": b.step.map(|s| s.seconds()), "fits": b.fits, "asynchronous": b.asynchronous,
+        })).collect::<Vec<_>>(),
     })
 }
 
@@ -109,6 +112,7 @@ pub fn text(model: &Model, compiled: &Compiled, run: TrainingRun) -> String {
         let cost = run.cost(p.tokens_per_second, devices).map_or(String::new(), |c| format!(", {} USD", grouped(c as u64)));
         let _ = writeln!(out, "run         {days:.1} days{cost}");
     }
+    out += &baselines(compiled);
     let proof = if s.proved {
         "proved optimal in this space and cost model".to_string()
     } else {
@@ -156,6 +160,24 @@ pub fn choice(file: &PlanFile) -> String {
             })
             .collect();
         let _ = writeln!(out, "  stage {at:<4} layers {}", runs.join("; "));
+    }
+    out
+}
+
+/// Textbook systems beside the plan: how many times longer their step takes.
+fn baselines(compiled: &Compiled) -> String {
+    let own = compiled.prediction.step.seconds().max(1e-12);
+    let one = |b: &Baseline| {
+        let stale = if b.asynchronous { " (stale weights)" } else { "" };
+        match b.step {
+            Some(step) => format!("{}{stale} {:.2}x", b.name, step.seconds() / own),
+            None => format!("{}{stale} does not fit", b.name),
+        }
+    };
+    let mut out = String::new();
+    for (at, row) in compiled.baselines.chunks(4).enumerate() {
+        let row: Vec<String> = row.iter().map(one).collect();
+        let _ = writeln!(out, "{}{}", if at == 0 { "baselines   " } else { "            " }, row.join(", "));
     }
     out
 }

@@ -1,6 +1,6 @@
 //! `dplan run`: train a plan on CPU ranks.
 
-use super::output::{gib, seconds};
+use super::output::{self, gib, seconds};
 use super::{Failure, Outcome, Result, args, progress};
 use crate::export::{self, weights as export_weights};
 use crate::feed::Feed;
@@ -158,7 +158,7 @@ fn train(args: &Args, file: &PlanFile, feed: &Feed, session: &mut Session) -> Re
             let norm = result.grad_norm.map_or(String::new(), |n| format!("  grad norm {n:8.4}"));
             format!("step {step:5}  loss {:.5}{norm}  {:>9}  {rate:.0} tokens/s", result.loss, seconds(result.seconds))
         };
-        bar.suspend(|| println!("{line}"));
+        bar.suspend(|| output::say!("{line}"));
         bar.set_message(format!("loss {:.4}", result.loss));
         bar.inc(1);
         first = first.or(Some(result.loss));
@@ -180,10 +180,10 @@ fn train(args: &Args, file: &PlanFile, feed: &Feed, session: &mut Session) -> Re
             "steps": args.steps, "seconds": took, "tokens_per_second": tokens * args.steps as f64 / took,
             "first_loss": first, "last_loss": last, "ranks": memory.len(), "memory": ranks,
         });
-        println!("{}", json!({ "summary": summary }));
+        output::say!("{}", json!({ "summary": summary }));
     } else if let (Some(first), Some(last)) = (first, last) {
         let largest = memory.iter().map(|m| m.arena_bytes).max().unwrap_or(0);
-        println!(
+        output::say!(
             "{} steps on {} ranks in {}: loss {first:.4} -> {last:.4}, {:.0} tokens/s, arena {} a rank at most",
             args.steps,
             memory.len(),

@@ -1,5 +1,6 @@
 //! `dplan schema`: the JSON Schemas of the files dplan reads and writes.
 
+use super::output;
 use super::{Outcome, Result};
 use clap::ValueEnum;
 
@@ -21,7 +22,7 @@ enum Which {
 }
 
 pub fn run(args: Args) -> Result<Outcome> {
-    print!(
+    output::put!(
         "{}",
         match args.which {
             Which::Model => crate::schema::MODEL,

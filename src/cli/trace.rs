@@ -53,7 +53,7 @@ pub fn run(args: Args) -> Result<Outcome> {
     let text = json!({ "displayTimeUnit": "ms", "traceEvents": events }).to_string() + "\n";
     match &args.output {
         Some(path) => output::write(path, text.as_bytes())?,
-        None => print!("{text}"),
+        None => output::put!("{text}"),
     }
     Ok(Outcome::Done)
 }

@@ -1,5 +1,6 @@
 //! `dplan verify`: the static proof of a plan's programs.
 
+use super::output;
 use super::{Outcome, Result};
 use crate::planfile::PlanFile;
 use dplan_ir::{text, verify};
@@ -27,19 +28,19 @@ pub fn run(args: Args) -> Result<Outcome> {
     let ok = violations.is_empty();
     if args.json {
         let listed: Vec<String> = violations.iter().map(ToString::to_string).collect();
-        println!("{}", json!({ "ok": ok, "programs": programs, "instructions": instructions, "violations": listed }));
+        output::say!("{}", json!({ "ok": ok, "programs": programs, "instructions": instructions, "violations": listed }));
     } else if ok {
         let ranks = file.program.ranks();
-        println!(
+        output::say!(
             "{}: proved: {programs} programs of {instructions} instructions for {ranks} ranks, {} issued in a step",
             args.plan.display(),
             facts.issued
         );
-        println!("  every collective met in one order, every message received, all ranks reach the end");
-        println!("  every read after the write it needs, no live bytes overlap, peak memory is the arena");
-        println!("  every gradient reduced once over the axes it is partial on, the loss divided once");
+        output::say!("  every collective met in one order, every message received, all ranks reach the end");
+        output::say!("  every read after the write it needs, no live bytes overlap, peak memory is the arena");
+        output::say!("  every gradient reduced once over the axes it is partial on, the loss divided once");
     } else {
-        print!("{}", verify::report::annotate(&text::program_printed(&file.program, &file.graph), &violations));
+        output::put!("{}", verify::report::annotate(&text::program_printed(&file.program, &file.graph), &violations));
         eprintln!("{}: {} violations", args.plan.display(), violations.len());
     }
     Ok(if ok { Outcome::Done } else { Outcome::No })

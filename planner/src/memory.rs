@@ -6,7 +6,8 @@
 //! ```
 //! - *state*: parameters, master copy (16-bit compute types only), gradients, moments; each whole or one of dp pieces, by ZeRO stage;
 //! - *frame* of a layer: its input and everything its backward pass reads (with full recompute: its input alone), one per micro-batch in flight;
-//! - *workspace*: all other values of one layer, forward and backward, side by side (and with full recompute, what is computed again), and scratch;
+//! - *workspace*: all other values of one layer, forward and backward, side by side (and with full recompute, what is computed again), and scratch; rounded up
+//!   to one of eight sizes in an octave ([`workspace_region`]), so that a search has few sizes to tell apart;
 //! - *ring*: two turns of gathered parameters (ZeRO 3) and of gradients before they are scattered (ZeRO 2 and 3), so that the next layer's gather
 //!   and the last layer's scatter overlap this layer's compute;
 //! - *boundary*: cotangents handed from layer to layer, and send and receive buffers between stages.
@@ -109,6 +110,12 @@ pub fn boundary_bytes(boundary: u64, stage: u64, stages: u64) -> u64 {
     (cotangents + sent_forward + received_backward + sent_backward) * align(boundary)
 }
 
+/// Bytes of the workspace region where the layer with the largest workspace needs `bytes`: at most an eighth more. Monotone, so the largest of several
+/// regions is the region of the largest.
+pub fn workspace_region(bytes: u64) -> u64 {
+    bytes.next_multiple_of(1 << bytes.max(8).ilog2().saturating_sub(3))
+}
+
 /// Loss, squared norm, clip factor.
 pub fn scalar_bytes() -> u64 {
     3 * align(8)
@@ -158,7 +165,7 @@ pub fn arena(layers: &[(&LayerBytes, Zero)], dp: u64, types: StateTypes, at: Sta
         states,
         frames: at.in_flight * layers.iter().map(|(l, _)| l.frame).sum::<u64>(),
         boundary: boundary_bytes(at.boundary, at.stage, at.stages),
-        workspace: layers.iter().map(|(l, _)| l.workspace).max().unwrap_or(0),
+        workspace: workspace_region(layers.iter().map(|(l, _)| l.workspace).max().unwrap_or(0)),
         ring: 2 * layers.iter().map(|&(l, z)| ring_bytes(l, dp, z, types)).max().unwrap_or(0),
     }
 }

@@ -1,5 +1,6 @@
 //! The choices of each kind of layer inside a tuple: an option with a ZeRO stage, as terms of the objective and of the arena.
 
+use crate::memory::workspace_region;
 use crate::memory::{boundary_bytes, scalar_bytes};
 use crate::objective::{Home, LayerSync, LayerTerms, Terms};
 use crate::prices::{Links, Offer, Prices};
@@ -94,7 +95,7 @@ impl Menus {
                 });
                 for (&zero, sync) in zeros.iter().zip(&syncs[known].1) {
                     let terms = sync.map(|s| s.terms(offer.option.forward, offer.option.backward));
-                    menu.push(Choice { offer: index, zero, terms, frame: bytes.frame, workspace: bytes.workspace });
+                    menu.push(Choice { offer: index, zero, terms, frame: bytes.frame, workspace: workspace_region(bytes.workspace) });
                 }
             }
             if menu.is_empty() {

@@ -259,13 +259,11 @@ impl<'a> Store<'a> {
     }
 
     fn shelf(&self, items: &[Item], ring: u64, workspace: u64) -> Option<Rc<Shelf>> {
-        let (mut kept, mut allowed) = (Vec::<Item>::new(), 0);
+        let (mut kept, mut allowed, mut stairs) = (Vec::<Item>::new(), 0, Staircase::default());
         for &(load, choice) in items.iter().filter(|(l, _)| l.ring <= ring && l.workspace <= workspace) {
             allowed += 1;
-            // Items come by rising time.
-            let covers = |k: &Item| k.0.end <= load.end && k.0.bytes <= load.bytes;
-            // The smallest workspace must not be hidden where it is not bounded.
-            if workspace == u64::MAX || !kept.iter().any(covers) {
+            // Items come by rising time. The smallest workspace must not be hidden where it is not bounded.
+            if workspace == u64::MAX || stairs.admits(load.end, load.bytes) {
                 kept.push((load, choice));
             }
         }
@@ -519,18 +517,27 @@ enum Verdict {
 /// Drops labels that another is at least as good as; of equal ones the first stays.
 fn undominated_labels(labels: &mut Vec<Label>) {
     labels.sort_by_key(|l| (l.time, l.end, l.bytes));
-    // By time; each newcomer must be better than all before it in end or bytes: a staircase of (end, bytes).
-    let mut stairs: Vec<(u64, u64)> = Vec::new();
-    labels.retain(|l| {
-        let place = stairs.partition_point(|s| s.0 <= l.end);
-        if place > 0 && stairs[place - 1].1 <= l.bytes {
+    let mut stairs = Staircase::default();
+    labels.retain(|l| stairs.admits(l.end, l.bytes));
+}
+
+/// What came before in order of time, as pairs of end and bytes: ends rise, bytes fall.
+#[derive(Default)]
+struct Staircase(Vec<(u64, u64)>);
+
+impl Staircase {
+    /// Whether nothing that came before is as good in both; if so it is remembered.
+    fn admits(&mut self, end: u64, bytes: u64) -> bool {
+        let stairs = &mut self.0;
+        let place = stairs.partition_point(|s| s.0 <= end);
+        if place > 0 && stairs[place - 1].1 <= bytes {
             return false;
         }
-        let covered = stairs[place..].iter().take_while(|s| s.1 >= l.bytes).count();
-        let from = if place > 0 && stairs[place - 1].0 == l.end { place - 1 } else { place };
-        stairs.splice(from..place + covered, [(l.end, l.bytes)]);
+        let covered = stairs[place..].iter().take_while(|s| s.1 >= bytes).count();
+        let from = if place > 0 && stairs[place - 1].0 == end { place - 1 } else { place };
+        stairs.splice(from..place + covered, [(end, bytes)]);
         true
-    });
+    }
 }
 
 /// Points that no other matches in time and end; of equal ones the first.

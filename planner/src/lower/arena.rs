@@ -11,7 +11,7 @@
 
 use super::fragment::{Fragment, Storage};
 use super::stage::Stage;
-use crate::memory::{self, LayerBytes};
+use crate::memory::{self, LayerBytes, workspace_region};
 use dplan_ir::dtype::DType;
 use dplan_ir::entity::{BucketId, BufferId, FormId, ParamId, Table};
 use dplan_ir::mesh::AxisSet;
@@ -80,7 +80,7 @@ impl Arena {
         arena.region("states", |arena, at| arena.states(stage, at));
         arena.region("frames", |arena, at| arena.frames(stage, at, &bytes));
         arena.region("boundary", |arena, at| arena.boundary(stage, at));
-        arena.region("workspace", |arena, at| arena.workspace(stage, at));
+        arena.region("workspace", |arena, at| at + workspace_region(arena.workspace(stage, at) - at));
         arena.region("ring", |arena, at| arena.ring(stage, at, &bytes));
         arena.program.arena_bytes = arena.end;
         arena

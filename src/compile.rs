@@ -11,6 +11,7 @@ use dplan_ir::dtype::DType;
 use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::plan::Clip;
+use dplan_ir::program::Program;
 use dplan_ir::verify::{self, program::Violation};
 use dplan_ir::{grad, layers, text};
 use dplan_planner::baselines::{Baseline, baselines};
@@ -18,10 +19,11 @@ use dplan_planner::lower::{self, LowerError};
 use dplan_planner::machine::Machine;
 use dplan_planner::pins::Pins;
 use dplan_planner::predict::{Prediction, predict};
-use dplan_planner::request::{Planner, Refusal, Request};
+use dplan_planner::request::{Answer, Planner, Refusal, Request};
 use dplan_planner::search::{Closed, Statistics};
 use dplan_planner::units::Bytes;
 use std::path::PathBuf;
+use std::thread;
 use thiserror::Error;
 
 /// The question, but for the model.
@@ -35,7 +37,7 @@ pub struct Options<'a> {
     pub pins: Pins,
     pub memory_limit: Option<Bytes>,
     /// Says when time is up.
-    pub deadline: Option<&'a dyn Fn() -> bool>,
+    pub deadline: Option<&'a (dyn Fn() -> bool + Sync)>,
 }
 
 /// A plan, proved and lowered, and what it costs.
@@ -70,10 +72,10 @@ pub enum CompileError {
 pub fn compile(forward: &Graph, options: &Options<'_>) -> Result<Compiled, CompileError> {
     let dump = Dump::from_environment();
     dump.write("graph", || text::print_graph(forward))?;
-    let mut graph = grad::differentiate(forward)?;
+    let graph = grad::differentiate(forward)?;
     dump.write("differentiated", || text::print_graph(&graph))?;
     let classes = layers::classes(&graph);
-    let mut planner = Planner::new(Request {
+    let request = || Request {
         graph: &graph,
         classes: &classes,
         machine: &options.cluster,
@@ -83,12 +85,33 @@ pub fn compile(forward: &Graph, options: &Options<'_>) -> Result<Compiled, Compi
         clip: options.clip,
         pins: options.pins.clone(),
         memory_limit: options.memory_limit,
-        deadline: options.deadline,
-    })?;
-    let answer = planner.search()?;
-    let late = || options.deadline.is_some_and(|late| late());
-    let baselines = baselines(&planner.problem, &mut planner.prices, options.cluster.per_node, &late);
-    let prediction = predict(&graph, &classes, &options.cluster, &answer.plan)?;
+        deadline: options.deadline.map(|late| late as &dyn Fn() -> bool),
+    };
+    // The comparison with textbook systems takes about as long as everything else, and neither needs the other.
+    let (planned, baselines) = thread::scope(|scope| {
+        let textbook = scope.spawn(|| {
+            let late = || options.deadline.is_some_and(|late| late());
+            let planner = Planner::new(request());
+            planner.map_or_else(|_| Vec::new(), |mut p| baselines(&p.problem, &mut p.prices, options.cluster.per_node, &late))
+        });
+        let planned = plan_and_lower(&graph, &classes, request(), &dump);
+        (planned, textbook.join())
+    });
+    let (answer, prediction, graph, program) = planned?;
+    let baselines = baselines.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    let seq = forward.inputs.first().map_or(1, |&tokens| forward.shape(tokens).into_iter().skip(1).product());
+    let file = PlanFile { graph, cluster: options.cluster.clone(), plan: answer.plan, program, seq };
+    Ok(Compiled { file, prediction, statistics: answer.statistics, closed: answer.closed, baselines })
+}
+
+type Planned = (Answer, Prediction, Graph, Program);
+
+/// The plan with its costs, its graph at its micro-batch, and its verified program.
+fn plan_and_lower(graph: &Graph, classes: &[u32], request: Request<'_>, dump: &Dump) -> Result<Planned, CompileError> {
+    let machine = request.machine;
+    let answer = Planner::new(request)?.search()?;
+    let prediction = predict(graph, classes, machine, &answer.plan)?;
+    let mut graph = graph.clone();
     graph.set_batch(answer.plan.dp * answer.plan.micro_batch);
     if dump.is_on() {
         let sharded = lower::shard(&graph, &answer.plan)?;
@@ -97,9 +120,7 @@ pub fn compile(forward: &Graph, options: &Options<'_>) -> Result<Compiled, Compi
     let program = lower::lower(&graph, &answer.plan)?;
     dump.write("program", || text::print_program(&program, &graph))?;
     verify::verify_program(&graph, &program).map_err(CompileError::Violated)?;
-    let seq = forward.inputs.first().map_or(1, |&tokens| forward.shape(tokens).into_iter().skip(1).product());
-    let file = PlanFile { graph, cluster: options.cluster.clone(), plan: answer.plan, program, seq };
-    Ok(Compiled { file, prediction, statistics: answer.statistics, closed: answer.closed, baselines })
+    Ok((answer, prediction, graph, program))
 }
 
 /// Numbered dumps of the stages.

@@ -98,7 +98,7 @@ pub fn run(args: Args) -> Result<Outcome> {
         clip: Clip::GlobalNorm,
         pins,
         memory_limit: args.memory_limit.map(Bytes),
-        deadline: late.as_ref().map(|l| l as &dyn Fn() -> bool),
+        deadline: late.as_ref().map(|l| l as &(dyn Fn() -> bool + Sync)),
     };
     let spinner = progress::spinner("planning");
     let compiled = compile(&model.graph, &options);

@@ -122,75 +122,75 @@ pub enum Renormalize {
 /// One operation.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Op {
-    /// (x, y) → x·y by the spec.
+    /// `(x, y) → x·y by the spec`.
     Einsum(Spec),
-    /// (x[…,n…], b[n…]) → x + b, where b's dims are the last of x's.
+    /// `(x[…,n…], b[n…]) → x + b, where b's dims are the last of x's`.
     AddBias,
     /// (x[…,n…]) → sum over all but the last `keep` dims. The derivative of `AddBias` with respect to b.
     SumLeading { keep: u32 },
-    /// (x, y) → x + y. Linear, so both may be partial over the same axes.
+    /// `(x, y) → x + y`. Linear, so both may be partial over the same axes.
     Add,
-    /// (x, y) → x − y.
+    /// `(x, y) → x − y`.
     Sub,
-    /// (x) → −x.
+    /// `(x) → −x`.
     Neg,
-    /// (x) → f(x).
+    /// `(x) → f(x)`.
     Act(Activation),
-    /// (x, dy) → dy · f′(x).
+    /// `(x, dy) → dy · f′(x)`.
     ActGrad(Activation),
-    /// (gate, up) → f(gate) · up.
+    /// `(gate, up) → f(gate) · up`.
     Gated(Activation),
-    /// (gate, up, dy) → (dgate, dup).
+    /// `(gate, up, dy) → (dgate, dup)`.
     GatedGrad(Activation),
-    /// (x[…,h], w[h]) → x / rms(x) · w.
+    /// `(x[…,h], w[h]) → x / rms(x) · w`.
     RmsNorm { eps: f64 },
-    /// (x, w, dy) → dx.
+    /// `(x, w, dy) → dx`.
     RmsNormGradInput { eps: f64 },
-    /// (x, dy) → dw.
+    /// `(x, dy) → dw`.
     RmsNormGradWeight { eps: f64 },
-    /// (x[…,h], w[h], bias[h]) → (x − mean) / std · w + bias.
+    /// `(x[…,h], w[h], bias[h]) → (x − mean) / std · w + bias`.
     LayerNorm { eps: f64 },
-    /// (x, w, dy) → dx.
+    /// `(x, w, dy) → dx`.
     LayerNormGradInput { eps: f64 },
-    /// (x, dy) → (dw, dbias).
+    /// `(x, dy) → (dw, dbias)`.
     LayerNormGradWeight { eps: f64 },
-    /// (x[b,s,…,d]) → x rotated by its position in dim 1.
+    /// `(x[b,s,…,d]) → x rotated by its position in dim 1`.
     Rope(Rope),
-    /// (q[b,s,g,r,d], k[b,t,g,d], v[b,t,g,e]) → (o[b,s,g,r,e], lse[b,s,g,r]). `g` are key/value heads, `r` query heads of each.
+    /// `(q[b,s,g,r,d], k[b,t,g,d], v[b,t,g,e]) → (o[b,s,g,r,e], lse[b,s,g,r])`. `g` are key/value heads, `r` query heads of each.
     /// Padding heads (`g` or `r` at or beyond its logical size) give o = 0 and lse = 0: a softmax of zero scores would not be zero.
     Attention(Attention),
-    /// (q, k, v, o, lse, do) → (dq, dk, dv).
+    /// `(q, k, v, o, lse, do) → (dq, dk, dv)`.
     AttentionGrad(Attention),
-    /// (table[v,h], tokens[b,s]) → [b,s,h]. Rows outside a rank's block of the table give zero.
+    /// `(table[v,h], tokens[b,s]) → [b,s,h]`. Rows outside a rank's block of the table give zero.
     Embed,
-    /// (tokens[b,s], dy[b,s,h]) → dtable[v,h].
+    /// `(tokens[b,s], dy[b,s,h]) → dtable[v,h]`.
     EmbedGrad,
-    /// (x[b,s,h], table[p,h]) → x + table[0..s].
+    /// `(x[b,s,h], table[p,h]) → x + table[0..s]`.
     AddPosition,
-    /// (dy[b,s,h]) → dtable[p,h], zero from row s on.
+    /// `(dy[b,s,h]) → dtable[p,h], zero from row s on`.
     AddPositionGrad,
-    /// (logits[…,v], targets[…]) → (lse[…], picked[…]): log Σ exp, and the logit of the target. Padded columns count as −∞.
+    /// `(logits[…,v], targets[…]) → (lse[…], picked[…]): log Σ exp, and the logit of the target`. Padded columns count as −∞.
     CeStats,
-    /// (logits, targets, lse, dlse, dpicked) → dlogits = dlse · exp(logits − lse) + dpicked · onehot(targets).
+    /// `(logits, targets, lse, dlse, dpicked) → dlogits = dlse · exp(logits − lse) + dpicked · onehot(targets)`.
     CeStatsGrad,
-    /// (x[…]) → Σ x · InvTokens, a scalar.
+    /// `(x[…]) → Σ x · InvTokens, a scalar`.
     Mean,
     /// () → a value full of InvTokens: the derivative of `Mean`.
     MeanGrad,
-    /// (logits[b,s,e]) → gate[b,s,e]: softmax over e, the k largest kept (ties: lowest index), the rest zero.
+    /// `(logits[b,s,e]) → gate[b,s,e]: softmax over e, the k largest kept (ties: lowest index), the rest zero`.
     TopKGate { k: u64, renormalize: Renormalize },
-    /// (logits, gate, dgate) → dlogits.
+    /// `(logits, gate, dgate) → dlogits`.
     TopKGateGrad { k: u64, renormalize: Renormalize },
-    /// (x[b,s,h], gate[b,s,e]) → rows[b,s,e,h] in top-k layout.
+    /// `(x[b,s,h], gate[b,s,e]) → rows[b,s,e,h] in top-k layout`.
     Dispatch,
-    /// (rows[b,s,e,h], gate) → Σ over e: [b,s,h]. The derivative of `Dispatch`.
+    /// `(rows[b,s,e,h], gate) → Σ over e: [b,s,h]`. The derivative of `Dispatch`.
     Undispatch,
     /// (left, right, gate) → product by the spec, where operands or result with the letters `b s e` are in top-k layout.
     ExpertEinsum(Spec),
-    /// (rows[b,s,e,h], gate[b,s,e]) → Σ over e of gate · rows: [b,s,h].
+    /// `(rows[b,s,e,h], gate[b,s,e]) → Σ over e of gate · rows: [b,s,h]`.
     Combine,
-    /// (dy[b,s,h], gate) → drows[b,s,e,h] = gate · dy.
+    /// `(dy[b,s,h], gate) → drows[b,s,e,h] = gate · dy`.
     CombineGradRows,
-    /// (dy[b,s,h], rows[b,s,e,h], gate) → dgate[b,s,e] = ⟨dy, rows⟩ where gate is not zero.
+    /// `(dy[b,s,h], rows[b,s,e,h], gate) → dgate[b,s,e] = ⟨dy, rows⟩ where gate is not zero`.
     CombineGradGate,
 }

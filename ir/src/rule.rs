@@ -149,7 +149,7 @@ pub fn rule(op: &Op, in_ranks: &[usize], out_ranks: &[usize]) -> Rule {
         Op::LayerNormGradWeight { .. } => norm(&x, &["x", "x"], &["w", "w"], Exact),
         Op::Rope(_) => {
             let last = x.chars().last();
-            build(&[x.clone()], &[x.clone()], |l| {
+            build(std::slice::from_ref(&x), std::slice::from_ref(&x), |l| {
                 if Some(l) == last {
                     Whole
                 } else if l == 'b' {
@@ -174,7 +174,7 @@ pub fn rule(op: &Op, in_ranks: &[usize], out_ranks: &[usize]) -> Rule {
         Op::CeStatsGrad => {
             let tokens = x[..n - 1].to_string();
             let t = || tokens.clone();
-            build(&[x.clone(), t(), t(), t(), t()], &[x.clone()], |l| if tokens.contains(l) { Exact } else { Free })
+            build(&[x.clone(), t(), t(), t(), t()], std::slice::from_ref(&x), |l| if tokens.contains(l) { Exact } else { Free })
         }
         Op::Mean => build(&[x], &[String::new()], |_| Exact),
         Op::MeanGrad => build(&[], &[x], |_| Exact),

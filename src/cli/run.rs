@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 #[command(after_help = "Example:\n  dplan run plan.json --data text.txt --steps 100 --lr 0.003 --save weights.safetensors")]
 pub struct Args {
     plan: PathBuf,
-    /// Text (bytes are tokens), `.bin` of u16 or u32 tokens, or JSON with tokens[step][row][col]; if absent, random tokens.
+    /// Text (bytes are tokens), `.bin` of u16 or u32 tokens, or JSON with `tokens[step][row][col]`; if absent, random tokens.
     #[arg(long, value_name = "FILE")]
     data: Option<PathBuf>,
     #[arg(long, default_value_t = 20, value_name = "N")]

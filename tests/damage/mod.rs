@@ -1,4 +1,5 @@
 //! Model files, and seeded damage to them.
+#![allow(dead_code)]
 
 use std::path::Path;
 

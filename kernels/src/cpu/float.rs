@@ -201,7 +201,7 @@ pub fn exp_sum<T: Float>(x: &[T], shift: T) -> f64 {
 pub const SUM_ROWS: usize = 64;
 const SUM_COLUMNS: usize = 64;
 
-/// dst[c] ← (dst[c] +) Σ over rows of `term(row, c)`: blocks of [`SUM_ROWS`] rows are summed in f64 in row order, and added to `dst` in block order.
+/// `dst[c] ← (dst[c] +) Σ over rows of term(row, c)`: blocks of [`SUM_ROWS`] rows are summed in f64 in row order, and added to `dst` in block order.
 /// `block(first, n)` is told which rows come next and returns what `term` may want to know about them.
 #[inline(always)]
 pub fn column_sums<T: Float, B>(rows: usize, dst: &mut [T], write: Write, block: impl Fn(usize, usize) -> B, term: impl Fn(&B, usize, usize) -> f64) {

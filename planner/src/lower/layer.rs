@@ -84,7 +84,7 @@ impl Layer<'_, '_> {
             self.node(id, node)?;
         }
         if let Some(value) = self.at.output(layer) {
-            self.fragment.output = Some(self.to_boundary(value)?);
+            self.fragment.output = Some(self.at_boundary(value)?);
         }
         self.fragment.loss = self.at.graph.loss.and_then(|loss| self.main.get(&loss).copied());
         Ok(())
@@ -103,7 +103,7 @@ impl Layer<'_, '_> {
             }
         }
         if let Some(value) = to_before {
-            self.fragment.cotangent_out = Some(self.to_boundary(value)?);
+            self.fragment.cotangent_out = Some(self.at_boundary(value)?);
         }
         Ok(())
     }
@@ -300,7 +300,7 @@ impl Layer<'_, '_> {
         Ok(form)
     }
 
-    fn to_boundary(&mut self, value: ValueId) -> Result<FormId, LowerError> {
+    fn at_boundary(&mut self, value: ValueId) -> Result<FormId, LowerError> {
         let main = self.main(value)?;
         self.reshard(main, &self.at.boundary_sharding(value)?)
     }

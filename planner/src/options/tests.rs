@@ -171,11 +171,11 @@ pub(super) fn branching(draw: &mut Draw, ops: u64) -> Graph {
     }
     // Everything made so far reaches the boundary.
     if let Some(&first) = wide.first() {
-        let all = wide[1..].to_vec().into_iter().fold(first, |sum, w| b.op(&fresh("s"), Op::Add, &[sum, w]).unwrap());
+        let all = wide[1..].iter().fold(first, |sum, &w| b.op(&fresh("s"), Op::Add, &[sum, w]).unwrap());
         let w = b.param(&fresh("w"), DType::F32, &[h, f], normal, vec![]);
         narrow.push(b.op(&fresh("q"), einsum("bsf", "hf", "bsh"), &[all, w]).unwrap());
     }
-    let all = narrow[1..].to_vec().into_iter().fold(narrow[0], |sum, n| b.op(&fresh("s"), Op::Add, &[sum, n]).unwrap());
+    let all = narrow[1..].iter().fold(narrow[0], |sum, &n| b.op(&fresh("s"), Op::Add, &[sum, n]).unwrap());
     let norm = b.param(&fresh("w"), DType::F32, &[h], Init::Ones, vec![]);
     x = b.op("out", Op::RmsNorm { eps: 1e-5 }, &[all, norm]).unwrap();
     b.set_layer(2);

@@ -1,7 +1,7 @@
 //! Hugging Face `config.json` → forward graph, for the families in [`FAMILIES`].
 //!
 //! The graph computes what the family's `…ForCausalLM` computes, with parameters declared as they are used (`q` is `[g, r, d, h]`: key/value heads,
-//! query heads of each, head elements, hidden) and [`Piece`]s that say where they are in a checkpoint with Hugging Face names.
+//! query heads of each, head elements, hidden) and [`dplan_ir::graph::Piece`]s that say where they are in a checkpoint with Hugging Face names.
 //! Keys that are absent have the family's defaults in `transformers`. Layer 0 is the embedding, layers 1 to L are the blocks, layer L + 1 is the
 //! final norm, the head and the loss.
 

@@ -2,7 +2,9 @@
 //!
 //! A collective ends on all its ranks at one moment, up to microseconds, so of two ranks' clocks
 //!
-//!     ahead(b) − ahead(a) = median over their common collectives of end(b) − end(a)
+//! ```text
+//! ahead(b) − ahead(a) = median over their common collectives of end(b) − end(a)
+//! ```
 //!
 //! Ranks of one host share a clock and need no correction. From the first rank on, each rank is placed by those already placed that it has collectives
 //! in common with.

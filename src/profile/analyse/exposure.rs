@@ -3,7 +3,9 @@
 //! What is doing something useful comes first. With C the time in computation, T in transfer, A in waiting for other members of a collective, B in
 //! waiting for a message, M in copies, D in preparing input:
 //!
-//!     window = C  +  T∖C  +  A∖(C∪T)  +  B∖…  +  M∖…  +  (rest ∩ D)  +  (rest: the host was late)  +  (rest: idle)
+//! ```text
+//! window = C  +  T∖C  +  A∖(C∪T)  +  B∖…  +  M∖…  +  (rest ∩ D)  +  (rest: the host was late)  +  (rest: idle)
+//! ```
 //!
 //! T∖C is *exposed* transfer; T∩C is *hidden*. The rest is gaps in which nothing runs: the host was late if it launched what ends the gap only after the
 //! gap began. On a CPU run a gap between ops is the host's own, unless a receive is pending and the gap is longer than one between ops.

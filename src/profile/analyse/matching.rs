@@ -2,7 +2,9 @@
 //!
 //! A collective starts on each rank when that rank arrives and ends everywhere when the last has arrived and the data is through. So of one collective
 //!
-//!     transfer = min over ranks of duration        wait of a rank = its duration − transfer
+//! ```text
+//! transfer = min over ranks of duration        wait of a rank = its duration − transfer
+//! ```
 //!
 //! which needs no common clock. A send or receive that was posted ahead (gloo) lasts from posting to awaiting instead; there the transfer is from
 //! the later of the two postings to the end of the receive, on corrected clocks.

@@ -1,11 +1,13 @@
 //! The report for programs: one object, times in seconds, sizes in bytes, bandwidths in bytes a second.
 //!
-//!     profile{ranks, world_size, format, device, backend, steps, step_seconds}
-//!     bottleneck{kind, share, gain, evidence, change} findings[…]
-//!     total{window_seconds, parts{compute, transfer, waiting, bubble, copies, input, launch, idle}, hidden{transfer, waiting, copies}}
-//!     ranks[{rank, source, …as total, communication_seconds, kernels, clock_ahead_seconds, …}]
-//!     collectives[{op, bytes, elements, group, group_size, calls, transfer_seconds, waiting_seconds, bus_bandwidth, basis, …}]
-//!     balance{…} clocks{…} parallelism[{kind, degree, …, evidence}] notes[…]
+//! ```text
+//! profile{ranks, world_size, format, device, backend, steps, step_seconds}
+//! bottleneck{kind, share, gain, evidence, change} findings[…]
+//! total{window_seconds, parts{compute, transfer, waiting, bubble, copies, input, launch, idle}, hidden{transfer, waiting, copies}}
+//! ranks[{rank, source, …as total, communication_seconds, kernels, clock_ahead_seconds, …}]
+//! collectives[{op, bytes, elements, group, group_size, calls, transfer_seconds, waiting_seconds, bus_bandwidth, basis, …}]
+//! balance{…} clocks{…} parallelism[{kind, degree, …, evidence}] notes[…]
+//! ```
 
 use serde_json::{Value, json};
 

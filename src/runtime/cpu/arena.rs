@@ -62,7 +62,6 @@ impl Arena {
     ///
     /// # Safety
     /// Nobody else reads or writes them while the result lives.
-    #[expect(clippy::mut_from_ref, reason = "exclusive by the caller's promise")]
     pub unsafe fn write(&self, slot: &Slot, micro_batch: u64) -> BlockMut<'_> {
         let (at, n) = (self.at(slot, micro_batch), slot.elems());
         // SAFETY: in bounds and aligned by `Slot::new`; exclusive by the caller's promise.

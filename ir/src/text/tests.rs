@@ -1,3 +1,5 @@
+//! Print-then-parse is identity, for every level; damaged text never panics.
+
 use super::arbitrary::{self, Rng};
 use super::*;
 

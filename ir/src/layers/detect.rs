@@ -6,14 +6,14 @@
 //!
 //! Between the cuts lie *sections*. A run of sections that repeats is a block of the network: an attention half and a feed-forward half, say, which together
 //! occur many times. Each occurrence is a layer; inside it, repetitions are sought again. What is left before, between and behind is a layer each:
-//! the embedding first, the head last. Where nothing repeats, every section is a layer. Sections without parameters never stand alone, nor do those that only
-//! add to what they are given, as a table of positions does: its cotangent would cross them unchanged.
+//! the embedding first, the head last. Where nothing repeats, every section with a product is a layer. What is less ([`Weight`]) never stands alone: a norm
+//! goes with what follows it, all else with what precedes it.
 
 use std::ops::Range;
 
 use crate::entity::{NodeId, Table, ValueId};
 use crate::graph::Graph;
-use crate::layers::form::{Detail, Facts, has_params};
+use crate::layers::form::{Detail, Facts};
 use crate::layers::rebuild::rebuild;
 use crate::layers::{is_forward, number, parts, post_order};
 use crate::op::Op;
@@ -33,8 +33,8 @@ pub fn detect(graph: &Graph) -> Graph {
         let part_of = sections.map(|_, s| Some(*s));
         let parts = parts(&graph, &part_of, count);
         let shapes = number(&Facts::new(&graph, &part_of).forms(&parts, Detail::Shape));
-        let weighty: Vec<bool> = parts.iter().map(|p| has_params(&graph, &p.nodes) && !only_adds(&graph, &p.nodes)).collect();
-        layers(&shapes, &weighty)
+        let weights: Vec<Weight> = parts.iter().map(|p| weight(&graph, &p.nodes)).collect();
+        layers(&shapes, &weights)
     };
     for (id, node) in graph.nodes.iter_mut() {
         node.layer = layer_of[sections[id] as usize];
@@ -42,31 +42,6 @@ pub fn detect(graph: &Graph) -> Graph {
     let mut order: Vec<NodeId> = graph.nodes.ids().collect();
     order.sort_by_key(|&n| graph.nodes[n].layer);
     rebuild(&graph, &order)
-}
-
-/// Whether a section does no more than add to the value it is given: that value has one use, in a sum, and so has the sum, up to the section's result.
-fn only_adds(graph: &Graph, section: &[NodeId]) -> bool {
-    let uses = |of: &dyn Fn(ValueId) -> bool| -> Vec<(NodeId, usize)> {
-        let operands = |&n: &NodeId| graph.nodes[n].inputs.iter().enumerate().map(move |(at, &v)| (n, at, v)).collect::<Vec<_>>();
-        section.iter().flat_map(operands).filter(|&(_, _, v)| of(v)).map(|(n, at, _)| (n, at)).collect()
-    };
-    let mut found = uses(&|v| graph.producer(v).is_some_and(|p| !section.contains(&p)));
-    while let [(node, operand)] = found[..] {
-        let adds = match graph.nodes[node].op {
-            Op::Add => true,
-            Op::Sub | Op::AddBias | Op::AddPosition => operand == 0,
-            _ => false,
-        };
-        if !adds {
-            return false;
-        }
-        let sum = graph.nodes[node].outputs[0];
-        found = uses(&|v| v == sum);
-        if found.is_empty() {
-            return true;
-        }
-    }
-    false
 }
 
 /// The section of each node of a graph in which every node reaches the loss.
@@ -136,45 +111,100 @@ fn sections(graph: &Graph, loss: ValueId) -> Table<NodeId, u32> {
 /// Longest run of sections that may be one layer.
 const MAX_PERIOD: usize = 512;
 
-/// The layer of each section, from what the sections look like and whether they have parameters.
-fn layers(shapes: &[u32], weighty: &[bool]) -> Vec<u32> {
-    let mut cuts = Vec::new();
-    fold(shapes, weighty, 0..shapes.len(), &mut cuts);
-    if cuts == [0..shapes.len()] {
-        cuts = (0..shapes.len()).map(|s| s..s + 1).collect();
+/// What a section has parameters for.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Weight {
+    /// Nothing, or adding them: the cotangent of what it is given would pass through unchanged.
+    None,
+    /// Scaling, as norms do.
+    Scale,
+    /// Products and tables.
+    Product,
+}
+
+fn weight(graph: &Graph, nodes: &[NodeId]) -> Weight {
+    if only_adds(graph, nodes) {
+        return Weight::None;
     }
-    let mut layer_of = Vec::with_capacity(shapes.len());
-    // A layer is closed when it and what follows it have parameters.
-    let (mut layer, mut has_weights) = (0, false);
-    for run in cuts {
-        let weights = weighty[run.clone()].contains(&true);
-        if has_weights && weights {
-            layer += 1;
+    let of = |id: &NodeId| {
+        let node = &graph.nodes[*id];
+        match node.op {
+            _ if node.inputs.iter().all(|&v| graph.param_of(v).is_none()) => Weight::None,
+            Op::Add | Op::Sub | Op::AddBias | Op::AddPosition => Weight::None,
+            Op::Einsum(_) | Op::ExpertEinsum(_) | Op::Embed | Op::Attention(_) => Weight::Product,
+            _ => Weight::Scale,
         }
-        has_weights |= weights;
+    };
+    nodes.iter().map(of).max().unwrap_or(Weight::None)
+}
+
+/// Whether a section, whatever it computes, does no more than add to the value it is given: that value has one use, in a sum, and so has the sum, up to the section's result.
+fn only_adds(graph: &Graph, section: &[NodeId]) -> bool {
+    let uses = |of: &dyn Fn(ValueId) -> bool| -> Vec<(NodeId, usize)> {
+        let operands = |&n: &NodeId| graph.nodes[n].inputs.iter().enumerate().map(move |(at, &v)| (n, at, v)).collect::<Vec<_>>();
+        section.iter().flat_map(operands).filter(|&(_, _, v)| of(v)).map(|(n, at, _)| (n, at)).collect()
+    };
+    let mut found = uses(&|v| graph.producer(v).is_some_and(|p| !section.contains(&p)));
+    while let [(node, operand)] = found[..] {
+        let adds = match graph.nodes[node].op {
+            Op::Add => true,
+            Op::Sub | Op::AddBias | Op::AddPosition => operand == 0,
+            _ => false,
+        };
+        if !adds {
+            return false;
+        }
+        let sum = graph.nodes[node].outputs[0];
+        found = uses(&|v| v == sum);
+        if found.is_empty() {
+            return true;
+        }
+    }
+    false
+}
+
+/// The layer of each section, from what the sections look like and what they weigh.
+fn layers(shapes: &[u32], weights: &[Weight]) -> Vec<u32> {
+    let mut runs = Vec::new();
+    fold(shapes, weights, 0..shapes.len(), &mut runs);
+    if runs == [0..shapes.len()] {
+        runs = (0..shapes.len()).map(|s| s..s + 1).collect();
+    }
+    let mut layer_of: Vec<u32> = Vec::with_capacity(shapes.len());
+    // Weight of the layer in hand.
+    let (mut layer, mut heaviest) = (0, Weight::None);
+    for run in runs {
+        let weight = weights[run.clone()].iter().copied().max().unwrap_or(Weight::None);
+        if heaviest == Weight::Product && weight > Weight::None {
+            (layer, heaviest) = (layer + 1, weight);
+        }
+        heaviest = heaviest.max(weight);
         layer_of.extend(run.map(|_| layer));
+    }
+    if heaviest < Weight::Product && layer > 0 {
+        layer_of.iter_mut().for_each(|l| *l = (*l).min(layer - 1));
     }
     layer_of
 }
 
 /// Cuts a range of sections into layers: around and inside its best repetition, if it has one.
-fn fold(shapes: &[u32], weighty: &[bool], range: Range<usize>, out: &mut Vec<Range<usize>>) {
+fn fold(shapes: &[u32], weights: &[Weight], range: Range<usize>, out: &mut Vec<Range<usize>>) {
     if range.is_empty() {
         return;
     }
-    let Some((start, period, times)) = repetition(&shapes[range.clone()], &weighty[range.clone()]) else {
+    let Some((start, period, times)) = repetition(&shapes[range.clone()], &weights[range.clone()]) else {
         return out.push(range);
     };
     let start = range.start + start;
-    fold(shapes, weighty, range.start..start, out);
+    fold(shapes, weights, range.start..start, out);
     for time in 0..times {
-        fold(shapes, weighty, start + time * period..start + (time + 1) * period, out);
+        fold(shapes, weights, start + time * period..start + (time + 1) * period, out);
     }
-    fold(shapes, weighty, start + times * period..range.end, out);
+    fold(shapes, weights, start + times * period..range.end, out);
 }
 
-/// Start, period and count of the repetition, of sections with parameters, that covers most; of those, the one with the shortest period; of those, the first.
-fn repetition(shapes: &[u32], weighty: &[bool]) -> Option<(usize, usize, usize)> {
+/// Start, period and count of the repetition, of sections with a product among them, that covers most; of those, the one with the shortest period; of those, the first.
+fn repetition(shapes: &[u32], weights: &[Weight]) -> Option<(usize, usize, usize)> {
     let mut best: Option<(usize, usize, usize)> = None;
     for period in 1..=(shapes.len() / 2).min(MAX_PERIOD) {
         let mut run = 0;
@@ -184,7 +214,7 @@ fn repetition(shapes: &[u32], weighty: &[bool]) -> Option<(usize, usize, usize)>
                 continue;
             }
             let (start, times) = (at - period - run, run / period + 1);
-            if times > 1 && weighty[start..start + period].contains(&true) && best.is_none_or(|(_, p, t)| times * period > p * t) {
+            if times > 1 && weights[start..start + period].contains(&Weight::Product) && best.is_none_or(|(_, p, t)| times * period > p * t) {
                 best = Some((start, period, times));
             }
             run = 0;

@@ -204,8 +204,3 @@ fn local(slot: &mut Option<(u32, u32)>, part: u32, next: &mut u32) -> u32 {
         }
     }
 }
-
-/// Whether a node of the part takes a parameter.
-pub fn has_params(graph: &Graph, nodes: &[NodeId]) -> bool {
-    nodes.iter().any(|&n| graph.nodes[n].inputs.iter().any(|&v| graph.param_of(v).is_some()))
-}

@@ -191,8 +191,8 @@ fn detected_layers_are_the_blocks() {
         let graph = transformer(&windows, false);
         let found = detect(&shuffled(&graph, &mut Rng(3)));
         if windows.len() == 1 {
-            // Nothing repeats: each section with parameters is a layer.
-            assert_eq!(layer_sizes(&found), [1, 7, 5, 1, 4]);
+            // Nothing repeats: each section with a product is a layer, and the norm goes with the head.
+            assert_eq!(layer_sizes(&found), [1, 7, 5, 5]);
         } else {
             assert_eq!(layer_sizes(&found), layer_sizes(&graph), "{windows:?}");
             assert_eq!(classes(&found), classes(&graph), "{windows:?}");
@@ -206,14 +206,32 @@ fn layers_of_a_plain_chain_are_its_repeated_pieces() {
     let mut net = Net::new();
     let (table, mut x) = net.embed(0);
     let h = net.dims[2];
+    let f = net.b.dim("f", 16);
     for _ in 0..3 {
-        let w = net.param(&[h]);
-        x = net.op(Op::RmsNorm { eps: 0.0 }, &[x, w]);
+        let w = net.param(&[f, h]);
+        x = net.op(spec("bsh", "fh", "bsf"), &[x, w]);
         x = net.op(Op::Act(Activation::Relu), &[x]);
+        let w = net.param(&[h, f]);
+        x = net.op(spec("bsf", "hf", "bsh"), &[x, w]);
     }
     let found = detect(&net.head(0, table, x));
-    assert_eq!(layer_sizes(&found), [1, 2, 2, 2, 5]);
+    assert_eq!(layer_sizes(&found), [1, 3, 3, 3, 5]);
     assert_eq!(verify_graph(&found), []);
+}
+
+#[test]
+fn what_only_adds_or_scales_is_no_layer() {
+    let mut net = Net::new();
+    let [_, s, h, ..] = net.dims;
+    let (table, x) = net.embed(0);
+    let (positions, bias, scale) = (net.param(&[s, h]), net.param(&[h]), net.param(&[h]));
+    let x = net.op(Op::AddPosition, &[x, positions]);
+    let x = net.op(Op::AddBias, &[x, bias]);
+    let x = net.mlp(x);
+    let y = net.op(Op::RmsNorm { eps: 0.0 }, &[x, scale]);
+    let found = detect(&net.head(0, table, y));
+    assert_eq!(layer_sizes(&found), [3, 5, 6]);
+    assert!(crate::grad::differentiate(&found).is_ok());
 }
 
 #[test]

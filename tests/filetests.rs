@@ -6,20 +6,29 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use dplan::import::vocabulary;
+use dplan_ir::dtype::DType;
+use dplan_ir::entity::ValueId;
+use dplan_ir::graph::Graph;
+use dplan_ir::interp::Tensor;
+use dplan_ir::interp::graph::{TrainState, train_step};
+use dplan_ir::interp::program::ProgramRun;
+use dplan_ir::optimizer::{Hyper, Optimizer, StepScalars};
 use dplan_ir::text::{self, ParseError};
 use dplan_ir::verify::report::annotate;
-use dplan_ir::{grad, layers, verify};
+use dplan_ir::{grad, init, layers, verify};
 
 /// From a body to what it should be.
 type Command = fn(&str) -> Result<String, ParseError>;
 
-const COMMANDS: [(&str, Command); 6] = [
+const COMMANDS: [(&str, Command); 7] = [
     ("cat", cat),
     ("parse-error", parse_error),
     ("verify", verify),
     ("program-verify", verify_program),
     ("grad", differentiate),
     ("layers", find_layers),
+    ("run", run),
 ];
 
 /// Printing what was read gives the same text.
@@ -71,6 +80,56 @@ fn find_layers(body: &str) -> Result<String, ParseError> {
     let found = layers::canonicalize(&layers::detect(&graph));
     let after = annotate(&text::graph_printed(&found), &verify::verify_graph(&found));
     Ok(format!("{}{BECOMES}{after}// classes: {:?}\n", text::print_graph(&graph), layers::classes(&found)))
+}
+
+/// A differentiated graph, perhaps with a program of it, then what two training steps report: of the reference interpreter on one device, and of all
+/// ranks of the program.
+fn run(body: &str) -> Result<String, ParseError> {
+    let document = text::parse(body)?;
+    let text::Document { graph, program, .. } = &document;
+    let optimizer = program.as_ref().and_then(|p| p.optimizer).unwrap_or(Optimizer::Sgd);
+    let params = init::params(graph, 1);
+    let mut state = TrainState::new(params.clone(), optimizer);
+    let mut ranks = program.as_ref().map(|p| ProgramRun::new(graph, p, 1));
+    if let Some(ranks) = &mut ranks {
+        params.iter().for_each(|(id, whole)| ranks.set_param(id, whole));
+    }
+    let micro_batches = program.as_ref().map_or(1, |p| p.micro_batches) as usize;
+    let tokens = graph.inputs.last().map_or(1, |&v| graph.shape(v).iter().product::<u64>());
+    let hyper = Hyper { lr: 0.1, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, momentum: 0.9, clip: 0.5 };
+    let mut lines = String::new();
+    for step in 1..=2 {
+        let scalars = StepScalars { hyper, step, inv_tokens: 1.0 / (tokens * micro_batches as u64) as f64 };
+        let inputs: Vec<Vec<Tensor>> = (0..micro_batches).map(|m| inputs(graph, m + step as usize * micro_batches)).collect();
+        let one = train_step(graph, &mut state, &inputs, &scalars, optimizer);
+        lines += &format!("// step {step}: loss {:.9}, gradient norm {:.9}\n", one.loss, one.grad_norm);
+        match ranks.as_mut().map(|r| r.step(&inputs, &scalars)) {
+            Some(Ok(all)) => {
+                lines += &format!(
+                    "// on {} ranks: loss {:.9}, gradient norm {:.9}\n",
+                    program.iter().map(|p| p.ranks()).sum::<u64>(),
+                    all.loss,
+                    all.grad_norm.unwrap_or(f64::NAN)
+                )
+            }
+            Some(Err(fault)) => lines += &format!("// error: {fault}\n"),
+            None => {}
+        }
+    }
+    Ok(format!("{}{lines}", text::print(&document)))
+}
+
+/// Token ids, or small numbers, that differ from micro-batch to micro-batch.
+fn inputs(graph: &Graph, micro_batch: usize) -> Vec<Tensor> {
+    let vocabulary = vocabulary(graph).unwrap_or(2);
+    let input = |(at, &value): (usize, &ValueId)| {
+        let number = |index: &[u64]| index.iter().fold(0, |n, i| 7 * n + i) + (5 * at + 3 * micro_batch) as u64;
+        match graph.values[value].ty.dtype {
+            DType::I32 => Tensor::from_fn(&graph.shape(value), |i| (number(i) % vocabulary) as f64),
+            _ => Tensor::from_fn(&graph.shape(value), |i| (number(i) % 11) as f64 / 5.5 - 1.0),
+        }
+    };
+    graph.inputs.iter().enumerate().map(input).collect()
 }
 
 #[test]

@@ -75,8 +75,10 @@ pub use op::op_name;
 pub use place::{Place, Printed};
 
 use crate::graph::Graph;
+use crate::mesh::Mesh;
 use crate::program::Program;
 use crate::sharded::Sharded;
+use crate::sharding::Sharding;
 use parser::Parser;
 use scope::Known;
 
@@ -145,6 +147,13 @@ pub fn parse_program(text: &str, graph: &Graph) -> Result<Program, ParseError> {
     let mut p = Parser::new(text);
     let program = parse_program::program(&mut p, &Known::new(graph))?;
     end(&p).map(|()| program)
+}
+
+/// A sharding as the text form spells it: `<dp, tp0*tp1, _ +sum{tp2}>`.
+pub fn spell_sharding(sharding: &Sharding, mesh: &Mesh) -> String {
+    let mut out = String::new();
+    mesh::put_sharding(&mut out, sharding, mesh);
+    out
 }
 
 /// A file: a graph, and what has been made of it.

@@ -92,6 +92,9 @@ impl Load {
         let bytes = terms.states + in_flight * choice.frame;
         Load { time: terms.time, end: terms.end, bytes, workspace: choice.workspace, ring: terms.ring }
     }
+    fn arena(&self) -> u64 {
+        self.bytes + self.workspace + self.ring
+    }
     fn covers(&self, other: &Load) -> bool {
         self.time <= other.time && self.end <= other.end && self.bytes <= other.bytes && self.workspace <= other.workspace && self.ring <= other.ring
     }
@@ -135,6 +138,20 @@ pub struct Store<'a> {
     shelves: RefCell<HashMap<(Place, u64, u64), Option<Rc<Shelf>>>>,
 }
 
+impl Shelf {
+    fn load(&self, choice: u32) -> Load {
+        self.items.iter().find(|i| i.1 == choice).map(|i| i.0).unwrap_or_default()
+    }
+}
+
+/// Which bounds on the workspace are tried.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Workspaces {
+    All,
+    /// The least, and what would be used if it were free.
+    Likely,
+}
+
 /// A solved linear relaxation.
 struct Lp {
     /// Rounded up: costs are whole.
@@ -172,13 +189,16 @@ impl<'a> Store<'a> {
 
     /// Ways of running a bag that fit and are nearly the best, `message` included in their times.
     pub fn rounded(&self, bag: &[Group], in_flight: u64, room: u64, message: u64, outlook: &Outlook) -> Vec<Point> {
+        if let [Group { kind, home, count: 1 }] = *bag {
+            return self.single((kind, home, in_flight), room, message, outlook);
+        }
         let mut points = Vec::new();
-        self.each_bound(bag, in_flight, room, message, outlook, |shelves, _, lp| {
+        self.each_bound(bag, in_flight, room, message, outlook, Workspaces::Likely, |shelves, _, lp| {
             let (mut time, mut end, mut counts) = (message, 0, Vec::new());
             for (at, (corners, shelf)) in lp.corners.iter().zip(shelves).enumerate() {
                 for &(corner, count) in corners.iter().filter(|c| c.1 > 0) {
                     let choice = shelf.joint[corner].2;
-                    let load = shelf.items.iter().find(|i| i.1 == choice).map(|i| i.0).unwrap_or_default();
+                    let load = shelf.load(choice);
                     (time, end) = (time + count as u64 * load.time, end + count as u64 * load.end);
                     counts.push((at, choice, count));
                 }
@@ -190,8 +210,11 @@ impl<'a> Store<'a> {
 
     /// The Pareto set of a bag, `message` included in every time, as far as it can be part of a wanted plan.
     pub fn front(&self, bag: &[Group], in_flight: u64, room: u64, message: u64, outlook: &Outlook) -> Front {
+        if let [Group { kind, home, count: 1 }] = *bag {
+            return Front { points: self.single((kind, home, in_flight), room, message, outlook), complete: true };
+        }
         let mut front = Front { points: Vec::new(), complete: true };
-        self.each_bound(bag, in_flight, room, message, outlook, |shelves, free, lp| {
+        self.each_bound(bag, in_flight, room, message, outlook, Workspaces::All, |shelves, free, lp| {
             let expansion = Expansion::new(bag, shelves, free, lp.price, self.micro_batches, outlook);
             front.complete &= expansion.run(message, &mut front.points);
         });
@@ -199,8 +222,27 @@ impl<'a> Store<'a> {
         front
     }
 
+    /// The Pareto set of one layer.
+    fn single(&self, place: Place, room: u64, message: u64, outlook: &Outlook) -> Vec<Point> {
+        let point = |&(load, choice): &Item| {
+            let (time, end) = (load.time + message, load.end);
+            let wanted = load.arena() <= room && outlook.hopeful(time, end, self.micro_batches * time + end);
+            wanted.then(|| Point { time, end, counts: [(0, choice, 1)].into() })
+        };
+        pareto(self.items(place).iter().filter_map(point).collect())
+    }
+
     /// Calls `visit` with every bound on workspace and ring under which the bag could be part of a wanted plan.
-    fn each_bound(&self, bag: &[Group], in_flight: u64, room: u64, message: u64, outlook: &Outlook, mut visit: impl FnMut(&[Rc<Shelf>], u64, &Lp)) {
+    fn each_bound(
+        &self,
+        bag: &[Group],
+        in_flight: u64,
+        room: u64,
+        message: u64,
+        outlook: &Outlook,
+        which: Workspaces,
+        mut visit: impl FnMut(&[Rc<Shelf>], u64, &Lp),
+    ) {
         let hopeful = |shelves: &[Rc<Shelf>], ring: u64, workspace: u64| {
             let free = room.checked_sub(ring.saturating_add(workspace))?;
             let joint = lp(bag, shelves, |s| &s.joint, free)?;
@@ -217,12 +259,21 @@ impl<'a> Store<'a> {
         let mut rings_before = 0;
         for ring in self.values(bag, in_flight, |l| l.ring) {
             let Some(shelves) = self.shelves(bag, in_flight, ring, u64::MAX) else { continue };
-            let workspace = shelves.iter().map(|s| s.least.workspace).max().unwrap_or(0);
-            if !news(&shelves, &mut rings_before) || hopeful(&shelves, ring, workspace).is_none() {
+            let least = shelves.iter().map(|s| s.least.workspace).max().unwrap_or(0);
+            if !news(&shelves, &mut rings_before) {
                 continue;
             }
+            let Some((_, loose)) = hopeful(&shelves, ring, least) else { continue };
+            // What the relaxation would use if workspace were free.
+            let used = loose
+                .corners
+                .iter()
+                .zip(&shelves)
+                .flat_map(|(corners, s)| corners.iter().filter(|c| c.1 > 0).map(|c| s.load(s.joint[c.0].2).workspace));
+            let used = used.max().unwrap_or(least);
+            let likely = |w: u64| w == used || w == least;
             let mut before = 0;
-            for &workspace in workspaces.iter().filter(|&&w| w >= workspace) {
+            for &workspace in workspaces.iter().filter(|&&w| w >= least && (which == Workspaces::All || likely(w))) {
                 let Some(shelves) = self.shelves(bag, in_flight, ring, workspace) else { continue };
                 if news(&shelves, &mut before)
                     && let Some((free, joint)) = hopeful(&shelves, ring, workspace)

@@ -233,6 +233,7 @@ impl<'a> Store<'a> {
     }
 
     /// Calls `visit` with every bound on workspace and ring under which the bag could be part of a wanted plan.
+    #[allow(clippy::too_many_arguments)]
     fn each_bound(
         &self,
         bag: &[Group],

@@ -8,4 +8,4 @@ step() { printf '\n== %s\n' "$*"; "$@"; }
 step cargo fmt --all --check
 step cargo clippy --workspace --all-targets --quiet -- -D warnings
 RUSTDOCFLAGS="-D warnings -A rustdoc::private_intra_doc_links" step cargo doc --workspace --no-deps --document-private-items --quiet
-step cargo test --workspace --quiet
+step cargo test --workspace --no-fail-fast --quiet

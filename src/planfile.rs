@@ -7,7 +7,7 @@ use crate::cluster;
 use dplan_ir::dtype::DType;
 use dplan_ir::grad;
 use dplan_ir::graph::Graph;
-use dplan_ir::mesh::{AxisSet, Mesh};
+use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::plan::{Clip, Gathered, LayerPlan, Plan, Recompute, Schedule, StagePlan, Zero};
 use dplan_ir::program::Program;
@@ -62,6 +62,8 @@ struct Json {
 #[serde(deny_unknown_fields)]
 struct Choices {
     dp: u64,
+    ep: u64,
+    cp: u64,
     tp: u64,
     micro_batch: u64,
     micro_batches: u64,
@@ -88,7 +90,7 @@ impl PlanFile {
     /// The file's text: equal plans give equal bytes.
     pub fn to_json(&self) -> String {
         let plan = &self.plan;
-        let mesh = Mesh::new(plan.dp, plan.tp);
+        let mesh = plan.mesh();
         let mut forward = self.graph.clone();
         forward.strip_backward();
         let json = Json {
@@ -100,6 +102,8 @@ impl PlanFile {
             seq: self.seq,
             choices: Choices {
                 dp: plan.dp,
+                ep: plan.ep,
+                cp: plan.cp,
                 tp: plan.tp,
                 micro_batch: plan.micro_batch,
                 micro_batches: plan.micro_batches,
@@ -160,12 +164,13 @@ impl PlanFile {
             other => return Err(wrong("clip", format!("`{other}`: expected none or global_norm"))),
         };
         let choices = &json.choices;
-        for (at, n) in [("dp", choices.dp), ("tp", choices.tp), ("micro_batch", choices.micro_batch), ("micro_batches", choices.micro_batches)] {
+        let degrees = [("dp", choices.dp), ("ep", choices.ep), ("cp", choices.cp), ("tp", choices.tp)];
+        for (at, n) in degrees.into_iter().chain([("micro_batch", choices.micro_batch), ("micro_batches", choices.micro_batches)]) {
             if n == 0 || n > 1 << 32 {
                 return Err(wrong(&format!("choices.{at}"), format!("{n}: expected at least 1")));
             }
         }
-        let mesh = Mesh::new(choices.dp, choices.tp);
+        let mesh = Mesh::of(Degrees { dp: choices.dp, ep: choices.ep, cp: choices.cp, tp: choices.tp });
         let schedule =
             Schedule::from_name(&choices.schedule).ok_or_else(|| wrong("choices.schedule", format!("`{}` is not a schedule", choices.schedule)))?;
         let mut options = Vec::new();
@@ -195,6 +200,8 @@ impl PlanFile {
         let program = text::parse_program(&json.program.join("\n"), &graph).map_err(|e| wrong("program", e.to_string()))?;
         let plan = Plan {
             dp: choices.dp,
+            ep: choices.ep,
+            cp: choices.cp,
             tp: choices.tp,
             micro_batch: choices.micro_batch,
             micro_batches: choices.micro_batches,

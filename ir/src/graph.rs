@@ -137,6 +137,8 @@ pub struct Graph {
     pub inputs: Vec<ValueId>,
     /// The dim that counts sequences (data parallelism splits it). Its size is the sequences of one micro-batch over all data-parallel ranks.
     pub batch: Option<DimId>,
+    /// The dim that counts the positions of a sequence (context parallelism splits it).
+    pub sequence: Option<DimId>,
     /// Mean loss: its local value is the sum over the micro-batch times [`crate::op::StepScalar::InvTokens`].
     pub loss: Option<ValueId>,
     /// After differentiation: the values whose sum over micro-batches is the gradient of each parameter (one per use).

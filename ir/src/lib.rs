@@ -10,6 +10,7 @@
 
 pub mod build;
 pub mod cost;
+pub mod data;
 pub mod dtype;
 pub mod entity;
 pub mod extent;

@@ -66,30 +66,75 @@ impl fmt::Debug for AxisSet {
 }
 
 /// One named axis.
-#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Axis {
     pub name: String,
     pub size: u64,
 }
 
 /// The ordered axes of one stage.
-#[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub struct Mesh {
     pub axes: Vec<Axis>,
 }
 
+/// Ranks of a stage, by what they split.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct Degrees {
+    /// Data parallelism: batches of sequences. Includes `ep`.
+    pub dp: u64,
+    /// Expert parallelism: a part of the data-parallel ranks that shares out experts. Divides `dp`.
+    pub ep: u64,
+    /// Context parallelism: every sequence.
+    pub cp: u64,
+    /// Tensor parallelism: whatever its op strategies say.
+    pub tp: u64,
+}
+
+impl Degrees {
+    pub const ONE: Degrees = Degrees { dp: 1, ep: 1, cp: 1, tp: 1 };
+
+    pub fn ranks(&self) -> u64 {
+        self.dp * self.cp * self.tp
+    }
+}
+
 impl Mesh {
-    /// The mesh `dp × tp`, with `tp` as its prime factors, largest first. `dp` is always axis 0, also where its size is 1 (nothing is then sharded
-    /// over it), so that tensor-parallel strategies do not depend on the degree of data parallelism.
-    pub fn new(dp: u64, tp: u64) -> Mesh {
-        let mut axes = vec![Axis { name: "dp".into(), size: dp }];
-        axes.extend(prime_factors(tp).into_iter().rev().enumerate().map(|(i, size)| Axis { name: format!("tp{i}"), size }));
+    /// The mesh `dp × ep × cp × tp`, with `tp` as its prime factors, largest first; the axes `dp` and `ep` together are the degree of data parallelism. `dp` is
+    /// always axis 0, also where its size is 1 (nothing is then sharded over it), so that strategies do not depend on it; `ep` and `cp` are there if they have
+    /// several ranks.
+    pub fn of(degrees: Degrees) -> Mesh {
+        let Degrees { dp, ep, cp, tp } = degrees;
+        let axis = |name: &str, size| Axis { name: name.into(), size };
+        let mut axes = vec![axis("dp", dp / ep.max(1))];
+        axes.extend([("ep", ep), ("cp", cp)].into_iter().filter(|a| a.1 > 1).map(|(name, size)| axis(name, size)));
+        axes.extend(prime_factors(tp).into_iter().rev().enumerate().map(|(i, size)| axis(&format!("tp{i}"), size)));
         Mesh { axes }
     }
 
-    /// The data-parallel axis, if it has more than one rank.
+    /// The mesh `dp × tp`.
+    pub fn new(dp: u64, tp: u64) -> Mesh {
+        Mesh::of(Degrees { dp, tp, ..Degrees::ONE })
+    }
+
+    /// The axes that split the batch of everything but experts: `dp` and `ep`, as far as they have more than one rank.
     pub fn dp(&self) -> AxisSet {
-        self.ids().filter(|&a| self.axis(a).name == "dp" && self.axis(a).size > 1).collect()
+        self.named("dp").union(self.named("ep"))
+    }
+    /// The axis that shares out experts, if it has more than one rank.
+    pub fn ep(&self) -> AxisSet {
+        self.named("ep")
+    }
+    /// The axis that splits sequences, if it has more than one rank.
+    pub fn cp(&self) -> AxisSet {
+        self.named("cp")
+    }
+    /// All axes that split data and not the model: gradients are summed, and ZeRO shares states, over those of them that do not shard the parameter.
+    pub fn data(&self) -> AxisSet {
+        self.dp().union(self.cp())
+    }
+    fn named(&self, name: &str) -> AxisSet {
+        self.ids().filter(|&a| self.axis(a).name == name && self.axis(a).size > 1).collect()
     }
     /// The tensor-parallel axes.
     pub fn tp(&self) -> AxisSet {

@@ -1,6 +1,7 @@
 //! All choices about how to train one model on one cluster. Costs are not here: they are recomputed from the choices.
 
 use crate::dtype::DType;
+use crate::mesh::{Degrees, Mesh};
 use crate::optimizer::Optimizer;
 use crate::rule::Assignment;
 
@@ -61,7 +62,7 @@ pub struct LayerPlan {
     pub zero: Zero,
     pub recompute: Recompute,
     pub gathered: Gathered,
-    /// Tensor-parallel axes for each forward node of the layer, in graph order. The data-parallel axis is not in it: it always splits the batch dim.
+    /// Tensor-parallel axes for each forward node of the layer, in graph order. Data axes are not in it: they split every op in one way ([`crate::data`]).
     pub strategy: Vec<Assignment>,
 }
 
@@ -75,7 +76,10 @@ pub struct StagePlan {
 
 #[derive(Clone, PartialEq, Debug)]
 pub struct Plan {
+    /// Ranks of each stage.
     pub dp: u64,
+    pub ep: u64,
+    pub cp: u64,
     pub tp: u64,
     /// Sequences of one micro-batch on one data-parallel rank.
     pub micro_batch: u64,
@@ -106,8 +110,15 @@ impl Plan {
     pub fn pp(&self) -> u64 {
         self.stages.len() as u64
     }
+    pub fn degrees(&self) -> Degrees {
+        Degrees { dp: self.dp, ep: self.ep, cp: self.cp, tp: self.tp }
+    }
+    /// The ranks of one stage.
+    pub fn mesh(&self) -> Mesh {
+        Mesh::of(self.degrees())
+    }
     pub fn devices(&self) -> u64 {
-        self.dp * self.tp * self.pp()
+        self.degrees().ranks() * self.pp()
     }
     pub fn layer(&self, layer: u32) -> &LayerPlan {
         &self.options[self.layers[layer as usize] as usize]

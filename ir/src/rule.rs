@@ -74,6 +74,12 @@ impl Assignment {
     pub fn used(&self) -> AxisSet {
         self.0.iter().fold(AxisSet::EMPTY, |s, &(_, a)| s.union(a))
     }
+    /// The axes of both.
+    pub fn and(&self, other: &Assignment) -> Assignment {
+        let mut both = self.clone();
+        other.0.iter().for_each(|&(label, axes)| both.assign(label, axes));
+        both
+    }
 }
 
 /// Shardings of an op's operands and results under an assignment.

@@ -36,7 +36,7 @@ pub fn priced(menus: &Menus, layers: &[usize]) -> u64 {
 
 /// What no plan of a tuple can beat, before its layers are priced: each takes at least its floor ([`Prices::floor`]).
 pub fn floor(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple) -> u64 {
-    spread(problem, tuple, |class| prices.floor(class, tuple.tp, tuple.micro_batch).0)
+    spread(problem, tuple, |class| prices.floor(class, tuple.sharers(), tuple.micro_batch).0)
 }
 
 /// The same by the trend of a larger micro-batch ([`Prices::trend`]).

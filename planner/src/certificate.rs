@@ -83,7 +83,7 @@ pub fn check(problem: &Problem, prices: &mut dyn Prices, objective: u64, closed:
                 faults.push(Fault::Low { tuple, claimed, objective })
             }
             How::Floor(claimed) => {
-                let found = quickest(problem, &tuple, |class| prices.floor(class, tuple.tp, tuple.micro_batch).0);
+                let found = quickest(problem, &tuple, |class| prices.floor(class, tuple.cp * tuple.tp, tuple.micro_batch).0);
                 record(&mut checked, &mut faults, tuple, claimed, found, objective);
             }
             How::Trend(claimed) => {
@@ -123,16 +123,18 @@ fn space(problem: &Problem, prices: &mut dyn Prices) -> BTreeSet<Tuple> {
         }
         boundaries.retain(|b| pins.boundary.values().is_none_or(|v| v.iter().any(|&on| *b == on.then_some(1))));
         for pp in (1..=problem.layers.len() as u64).filter(|&pp| n % (tp * pp) == 0 && pins.pp.allows(&pp)) {
-            let dp = n / (tp * pp);
-            if !pins.dp.allows(&dp) {
-                continue;
-            }
-            for micro_batch in (1..=problem.batch / dp).filter(|&b| problem.batch.is_multiple_of(dp * b) && pins.micro_batch.allows(&b)) {
-                let micro_batches = problem.batch / dp / micro_batch;
-                for schedule in Schedule::ALL.into_iter().filter(|s| pins.schedule.allows(s)) {
-                    for &boundary in &boundaries {
-                        for padding in 0..prices.paddings(tp) {
-                            all.insert(Tuple { pp, tp, dp, micro_batch, micro_batches, schedule, boundary, padding });
+            let rest = n / (tp * pp);
+            let contexts: Vec<u64> = prices.contexts(rest).into_iter().filter(|cp| rest.is_multiple_of(*cp) && pins.cp.allows(cp)).collect();
+            for (cp, dp) in contexts.into_iter().map(|cp| (cp, rest / cp)).filter(|(_, dp)| pins.dp.allows(dp)) {
+                let experts: Vec<u64> = prices.experts(dp).into_iter().filter(|ep| dp.is_multiple_of(*ep) && pins.ep.allows(ep)).collect();
+                for micro_batch in (1..=problem.batch / dp).filter(|&b| problem.batch.is_multiple_of(dp * b) && pins.micro_batch.allows(&b)) {
+                    let micro_batches = problem.batch / dp / micro_batch;
+                    for schedule in Schedule::ALL.into_iter().filter(|s| pins.schedule.allows(s)) {
+                        for &boundary in &boundaries {
+                            for padding in 0..prices.paddings(tp) {
+                                let tuple = |&ep: &u64| Tuple { pp, tp, cp, ep, dp, micro_batch, micro_batches, schedule, boundary, padding };
+                                all.extend(experts.iter().map(tuple));
+                            }
                         }
                     }
                 }
@@ -163,7 +165,7 @@ fn weights(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple) -> Option<
         let terms = Terms { links: &*prices, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 2.min(p) };
         let mut ways = Vec::new();
         for offer in offers.iter().filter(|o| kind.recompute.contains(&o.option.recompute)) {
-            for &zero in kind.zero.iter().filter(|z| tuple.dp > 1 || z.0 == 0) {
+            for &zero in kind.zero.iter().filter(|z| tuple.dp * tuple.cp > 1 || z.0 == 0) {
                 let at = Home::ALL.map(|home| terms.sync(&offer.option.bytes, zero, home).terms(offer.option.forward, offer.option.backward));
                 let end = at.iter().map(|t| t.end).min().unwrap_or(0);
                 ways.push((at[0].time, end, offer.tie.clone().map(|sharding| (sharding, zero))));

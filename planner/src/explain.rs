@@ -65,8 +65,8 @@ pub fn explain(problem: &Problem, prices: &mut dyn Prices, plan: &Plan) -> Optio
 
 /// The menus in which every layer of the plan is a choice, and these choices.
 fn recognise(problem: &Problem, prices: &mut dyn Prices, plan: &Plan, padding: u32) -> Option<(Menus, Vec<u32>)> {
-    let &Plan { dp, tp, micro_batch, micro_batches, schedule, boundary, .. } = plan;
-    let tuple = Tuple { pp: plan.pp(), tp, dp, micro_batch, micro_batches, schedule, boundary, padding };
+    let &Plan { dp, ep, cp, tp, micro_batch, micro_batches, schedule, boundary, .. } = plan;
+    let tuple = Tuple { pp: plan.pp(), tp, cp, ep, dp, micro_batch, micro_batches, schedule, boundary, padding };
     let menus = Menus::new(problem, prices, tuple)?;
     let choice = |(layer, &kind): (u32, &usize)| {
         let wanted = plan.layer(layer);
@@ -156,6 +156,6 @@ impl View<'_> {
             .collect();
         let (stage, stages) = (stage as u64, self.plan.pp());
         let at = StagePosition { stage, stages, in_flight: self.menus.tuple.in_flight(stage), boundary: self.menus.boundary };
-        arena(&layers, self.plan.dp, self.problem.types, at).total().saturating_sub(self.problem.budget)
+        arena(&layers, &self.plan.mesh(), self.problem.types, at).total().saturating_sub(self.problem.budget)
     }
 }

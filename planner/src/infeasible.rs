@@ -83,7 +83,7 @@ fn thrifty(problem: &Problem, prices: &mut dyn Prices) -> Vec<Tuple> {
 
 /// Bytes of parameters, gradients and optimizer states of the whole model, each kept once: more devices than budgets of it are needed.
 fn least_states(problem: &Problem, prices: &mut dyn Prices) -> Option<u64> {
-    let shape = Shape { tp: 1, micro_batch: 1, boundary: None, padding: 0 };
+    let shape = Shape { tp: 1, cp: 1, ep: 1, micro_batch: 1, boundary: None, padding: 0 };
     let element: u64 = problem.types.roles().into_iter().map(|role| problem.types.dtype(role).size()).sum();
     let mut total = 0;
     for (at, kind) in problem.layers.iter().enumerate() {

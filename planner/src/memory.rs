@@ -4,7 +4,7 @@
 //! ```text
 //! arena = scalars + Σ_buckets state(zero) + in_flight · Σ_layers frame + boundary + max_layers workspace + 2 · max_layers ring(zero)
 //! ```
-//! - *state*: parameters, master copy (16-bit compute types only), gradients, moments; each whole or one of dp pieces, by ZeRO stage;
+//! - *state*: parameters, master copy (16-bit compute types only), gradients, moments; each whole or one piece for each rank along data axes that do not shard the parameter, by ZeRO stage;
 //! - *frame* of a layer: its input and everything its backward pass reads (with full recompute: its input alone), one per micro-batch in flight;
 //! - *workspace*: all other values of one layer, forward and backward, side by side (and with full recompute, what is computed again), and scratch; rounded up
 //!   to one of eight sizes in an octave ([`workspace_region`]), so that a search has few sizes to tell apart;
@@ -15,7 +15,7 @@
 //! Every single item is rounded up to [`align`].
 
 use dplan_ir::dtype::DType;
-use dplan_ir::mesh::AxisSet;
+use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::plan::Zero;
 use dplan_ir::program::{Role, align};
@@ -30,8 +30,21 @@ pub struct BucketSize {
     pub elems: u64,
     /// Tensor-parallel axes over which local gradients still have to be summed.
     pub partial: AxisSet,
+    /// Data axes that shard the parameters themselves, as experts are.
+    pub spread: AxisSet,
     /// Belongs to a tied parameter, which another layer uses too: counted once in a stage.
     pub tied: bool,
+}
+
+impl BucketSize {
+    /// Data axes over which gradients are summed and states may be shared.
+    pub fn data(&self, mesh: &Mesh) -> AxisSet {
+        mesh.data().minus(self.spread)
+    }
+    /// Ranks along [`BucketSize::data`].
+    pub fn ways(&self, mesh: &Mesh) -> u64 {
+        mesh.size(self.data(mesh))
+    }
 }
 
 /// What one layer needs on one rank, whatever the degree of data parallelism.
@@ -81,22 +94,23 @@ pub fn in_pieces(role: Role, zero: Zero) -> bool {
     }
 }
 
-/// Elements of a bucket, padded so that it cuts into `dp` equal aligned pieces.
-pub fn bucket_elems(elems: u64, dp: u64) -> u64 {
-    elems.next_multiple_of(dp * PIECE_ELEMS)
+/// Elements of a bucket, padded so that it cuts into `ways` equal aligned pieces.
+pub fn bucket_elems(elems: u64, ways: u64) -> u64 {
+    elems.next_multiple_of(ways * PIECE_ELEMS)
 }
 
-/// Persistent bytes of a bucket on one rank.
-pub fn state_bytes(elems: u64, dp: u64, zero: Zero, types: StateTypes) -> u64 {
-    let whole = bucket_elems(elems, dp);
-    types.roles().into_iter().map(|role| align(types.dtype(role).size() * if in_pieces(role, zero) { whole / dp } else { whole })).sum()
+/// Persistent bytes of a bucket on one rank, shared by so many.
+pub fn state_bytes(elems: u64, ways: u64, zero: Zero, types: StateTypes) -> u64 {
+    let whole = bucket_elems(elems, ways);
+    types.roles().into_iter().map(|role| align(types.dtype(role).size() * if in_pieces(role, zero) { whole / ways } else { whole })).sum()
 }
 
 /// Bytes of one turn of the ring for a layer: whole parameters at ZeRO 3, whole gradients at ZeRO 2 and 3.
-pub fn ring_bytes(layer: &LayerBytes, dp: u64, zero: Zero, types: StateTypes) -> u64 {
-    let whole = |role| layer.buckets.iter().map(|b| align(bucket_elems(b.elems, dp) * types.dtype(role).size())).sum::<u64>();
+pub fn ring_bytes(layer: &LayerBytes, mesh: &Mesh, zero: Zero, types: StateTypes) -> u64 {
     // One rank holds everything anyway.
-    [Role::Param, Role::Grad].into_iter().filter(|&r| dp > 1 && in_pieces(r, zero)).map(whole).sum()
+    let shared = || layer.buckets.iter().map(|b| (b.elems, b.ways(mesh))).filter(|b| b.1 > 1);
+    let whole = |role| shared().map(|(elems, ways)| align(bucket_elems(elems, ways) * types.dtype(role).size())).sum::<u64>();
+    [Role::Param, Role::Grad].into_iter().filter(|&r| in_pieces(r, zero)).map(whole).sum()
 }
 
 /// Buffers between layers and stages: two cotangents handed down layer by layer, and two turns of each message a stage sends or receives (what
@@ -149,13 +163,13 @@ pub struct StagePosition {
 }
 
 /// The arena of a stage that runs `layers`.
-pub fn arena(layers: &[(&LayerBytes, Zero)], dp: u64, types: StateTypes, at: StagePosition) -> Arena {
+pub fn arena(layers: &[(&LayerBytes, Zero)], mesh: &Mesh, types: StateTypes, at: StagePosition) -> Arena {
     let mut tied_seen = false;
     let mut states = 0;
     for (layer, zero) in layers {
         for bucket in &layer.buckets {
             if !(bucket.tied && tied_seen) {
-                states += state_bytes(bucket.elems, dp, *zero, types);
+                states += state_bytes(bucket.elems, bucket.ways(mesh), *zero, types);
             }
             tied_seen |= bucket.tied;
         }
@@ -166,6 +180,6 @@ pub fn arena(layers: &[(&LayerBytes, Zero)], dp: u64, types: StateTypes, at: Sta
         frames: at.in_flight * layers.iter().map(|(l, _)| l.frame).sum::<u64>(),
         boundary: boundary_bytes(at.boundary, at.stage, at.stages),
         workspace: workspace_region(layers.iter().map(|(l, _)| l.workspace).max().unwrap_or(0)),
-        ring: 2 * layers.iter().map(|&(l, z)| ring_bytes(l, dp, z, types)).max().unwrap_or(0),
+        ring: 2 * layers.iter().map(|&(l, z)| ring_bytes(l, mesh, z, types)).max().unwrap_or(0),
     }
 }

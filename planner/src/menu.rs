@@ -75,7 +75,7 @@ impl Menus {
         let messages = (0..tuple.pp).map(|stage| distinct.iter().map(|&bytes| 2 * links.message(&mesh, stage, bytes).0).collect()).collect();
         let mut choices = Vec::new();
         for (kind, offers) in problem.kinds.iter().zip(&offers) {
-            let zeros: Vec<Zero> = kind.zero.iter().copied().filter(|z| z.0 == 0 || tuple.dp > 1).collect();
+            let zeros: Vec<Zero> = kind.zero.iter().copied().filter(|z| z.0 == 0 || tuple.dp * tuple.cp > 1).collect();
             // Many options have the same buckets.
             let mut syncs: Vec<(&Offer, Vec<[LayerSync; 3]>)> = Vec::new();
             let mut menu = Vec::new();

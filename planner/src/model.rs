@@ -1,8 +1,8 @@
 //! Prices of a graph on a machine.
 //!
 //! Each class is priced once for a shape, a few milliseconds each, so two bounds come first:
-//! - the *floor*: splitting an op over `tp` ranks saves at most the factor `tp`, since rates do not rise and replicated operands do not shrink when blocks get
-//!   smaller ([`crate::cost::compute`]): an option takes at least as long as the quickest on one rank, over `tp`;
+//! - the *floor*: splitting an op over `n = cp · tp` ranks saves at most the factor `n`, since rates do not rise and replicated operands do not shrink when blocks get
+//!   smaller ([`crate::cost::compute`]): an option takes at least as long as the quickest on one rank, over `n`;
 //! - the *trend*: a sequence takes least time in the largest micro-batch, since launches, latencies and weights are shared by more of them: one pricing for each
 //!   degree bounds all micro-batches.
 
@@ -11,10 +11,11 @@ use crate::machine::Machine;
 use crate::options::{Blueprint, Key, Pricing};
 use crate::padding::candidates;
 use crate::prices::{Links, Offer, Prices, Shape};
+use crate::space::divisors;
 use crate::units::{Bytes, Nanos};
 use dplan_ir::entity::ValueId;
 use dplan_ir::graph::Graph;
-use dplan_ir::mesh::{AxisSet, Mesh};
+use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
 use dplan_ir::program::Pattern;
 use dplan_ir::sharding::{Padded, local_type};
 use std::collections::BTreeMap;
@@ -65,12 +66,9 @@ impl<'a> Model<'a> {
     }
 
     fn pricing(&mut self, shape: Shape) -> Option<Pricing<'a>> {
-        let mut padded = self.padded(shape.tp).get(shape.padding as usize)?.clone();
-        if let Some(batch) = self.graph.batch {
-            padded.0[batch] = shape.micro_batch;
-        }
-        let (graph, machine, mesh) = (self.graph, self.machine, Mesh::new(1, shape.tp));
-        Some(Pricing { graph, machine, mesh, micro_batch: shape.micro_batch, boundary: shape.boundary, padded })
+        let padded = self.padded(shape.tp).get(shape.padding as usize)?.clone();
+        let degrees = Degrees { dp: shape.ep, ep: shape.ep, cp: shape.cp, tp: shape.tp };
+        Some(Pricing::new(self.graph, self.machine, degrees, shape.micro_batch, shape.boundary, padded))
     }
 }
 
@@ -127,10 +125,19 @@ impl Prices for Model<'_> {
         all
     }
 
-    fn floor(&mut self, class: u32, tp: u64, micro_batch: u64) -> Nanos {
-        let alone = Shape { tp: 1, micro_batch, boundary: None, padding: 0 };
+    fn floor(&mut self, class: u32, ranks: u64, micro_batch: u64) -> Nanos {
+        let alone = Shape { tp: 1, cp: 1, ep: 1, micro_batch, boundary: None, padding: 0 };
         let quickest = self.offers(class, alone).iter().map(|o| o.option.time().0).min().unwrap_or(0);
-        Nanos(quickest / tp)
+        Nanos(quickest / ranks)
+    }
+
+    fn contexts(&self, ranks: u64) -> Vec<u64> {
+        let size = self.graph.sequence.map_or(1, |dim| self.graph.size(dim));
+        divisors(ranks).filter(|&cp| size.is_multiple_of(cp)).collect()
+    }
+
+    fn experts(&self, ranks: u64) -> Vec<u64> {
+        divisors(ranks).filter(|&ep| ep == 1).collect()
     }
 
     fn trend(&mut self, class: u32, shape: Shape, largest: u64) -> Nanos {

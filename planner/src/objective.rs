@@ -10,7 +10,7 @@
 //! one ratio of backward to forward time; where ratios differ, as with recompute on some stages, the path can be a little longer.
 //! [`crate::simulate`] has the path itself, as a second number; tests hold the two together.
 //!
-//! Of one layer with forward `f` and backward `b`, parameters `P` and gradients `G` (bytes of its buckets on one rank), over the data-parallel ranks:
+//! Of one layer with forward `f` and backward `b`, parameters `P` and gradients `G` (bytes of its buckets on one rank), over the ranks along data axes:
 //!
 //! ```text
 //! t = f + b                                                            ZeRO 0, 1
@@ -63,7 +63,7 @@ pub fn total(stages: &[StageTime], micro_batches: u64, constant: u64) -> u64 {
 /// What all layers of a tuple share.
 pub struct Terms<'a> {
     pub links: &'a dyn Links,
-    /// `dp × tp`.
+    /// Of a stage.
     pub mesh: &'a Mesh,
     pub types: StateTypes,
     pub clip: Clip,
@@ -161,26 +161,25 @@ impl LayerSync {
 impl Terms<'_> {
     /// What does not depend on how long a layer computes.
     pub fn sync(&self, bytes: &LayerBytes, zero: Zero, home: Home) -> LayerSync {
-        let dp = self.mesh.size(self.mesh.dp());
         // Every use of a tied parameter has its per-micro-batch traffic; the end of the step and the states come once in a stage.
         let counted = |bucket: &&BucketSize| home != Home::Repeated || !bucket.tied;
         LayerSync {
             zero,
             every: bytes.buckets.iter().fold(Sync::default(), |sum, bucket| self.bucket(sum, bucket, zero, home)),
             once: bytes.buckets.iter().filter(counted).fold(Sync::default(), |sum, bucket| self.bucket(sum, bucket, zero, home)),
-            states: bytes.buckets.iter().filter(counted).map(|b| state_bytes(b.elems, dp, zero, self.types)).sum(),
-            ring: 2 * ring_bytes(bytes, dp, zero, self.types),
+            states: bytes.buckets.iter().filter(counted).map(|b| state_bytes(b.elems, b.ways(self.mesh), zero, self.types)).sum(),
+            ring: 2 * ring_bytes(bytes, self.mesh, zero, self.types),
         }
     }
 
     /// Adds a bucket's traffic to a sum.
     fn bucket(&self, sum: Sync, bucket: &BucketSize, zero: Zero, home: Home) -> Sync {
-        let data = self.mesh.dp();
-        let dp = self.mesh.size(data);
-        let whole = bucket_elems(bucket.elems, dp);
+        let data = bucket.data(self.mesh);
+        let ways = self.mesh.size(data);
+        let whole = bucket_elems(bucket.elems, ways);
         let bytes = |role: Role| whole * self.types.dtype(role).size();
         let grads = bytes(Role::Grad);
-        let kept = if zero.0 >= 1 { grads / dp } else { grads };
+        let kept = if zero.0 >= 1 { grads / ways } else { grads };
         let over = |axes, pattern, bytes| self.links.collective(self.mesh, axes, pattern, bytes).0;
         let apart = bucket.tied && home == Home::Apart;
         let over_stages = |axes, bytes| if apart { self.links.across_stages(self.mesh, axes, self.homes, bytes).0 } else { 0 };
@@ -208,9 +207,9 @@ impl Terms<'_> {
     /// Bytes read and written by the update of a bucket on one rank: gradients once (twice with a norm), every state read and written, and the
     /// parameters written where they are another buffer.
     fn update_bytes(&self, bucket: &BucketSize, zero: Zero) -> u64 {
-        let dp = self.mesh.size(self.mesh.dp());
-        let whole = bucket_elems(bucket.elems, dp);
-        let elems = if in_pieces(Role::Master, zero) { whole / dp } else { whole };
+        let ways = bucket.ways(self.mesh);
+        let whole = bucket_elems(bucket.elems, ways);
+        let elems = if in_pieces(Role::Master, zero) { whole / ways } else { whole };
         let size = |role: Role| elems * self.types.dtype(role).size();
         let reads = match self.clip {
             Clip::None => 1,

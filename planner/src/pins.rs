@@ -84,6 +84,8 @@ pub struct Pins {
     pub dp: Allowed<u64>,
     pub tp: Allowed<u64>,
     pub pp: Allowed<u64>,
+    pub cp: Allowed<u64>,
+    pub ep: Allowed<u64>,
     pub micro_batch: Allowed<u64>,
     pub schedule: Allowed<Schedule>,
     /// Whether tensor-parallel axes shard the sequences of layer boundaries, dim 1 (`sp`).
@@ -118,12 +120,14 @@ impl Pins {
                 "dp" => pins.dp = Allowed::only(list(pin, values, count)?),
                 "tp" => pins.tp = Allowed::only(list(pin, values, count)?),
                 "pp" => pins.pp = Allowed::only(list(pin, values, count)?),
+                "cp" => pins.cp = Allowed::only(list(pin, values, count)?),
+                "ep" => pins.ep = Allowed::only(list(pin, values, count)?),
                 "micro" => pins.micro_batch = Allowed::only(list(pin, values, count)?),
                 "schedule" => pins.schedule = Allowed::only(list(pin, values, schedule)?),
                 "sp" => pins.boundary = Allowed::only(list(pin, values, on_off)?),
                 "zero" => pins.zero.pin(range, list(pin, values, zero)?),
                 "recompute" => pins.recompute.pin(range, list(pin, values, recompute)?),
-                "cp" | "ep" | "etp" | "virtual" if values == "1" => {}
+                "etp" | "virtual" if values == "1" => {}
                 "offload" if values == "none" => {}
                 _ if KEYS.contains(&key) => return Err(PinError::NotYet(pin.into())),
                 _ => {
@@ -152,10 +156,12 @@ impl Pins {
     /// The keys that are pinned, and these pins without each of them.
     pub fn relaxations(&self) -> Vec<(&'static str, Pins)> {
         type Relax = fn(&mut Pins);
-        let keys: [(&'static str, bool, Relax); 8] = [
+        let keys: [(&'static str, bool, Relax); 10] = [
             ("dp", self.dp.is_pinned(), |p| p.dp = Allowed::ANY),
             ("tp", self.tp.is_pinned(), |p| p.tp = Allowed::ANY),
             ("pp", self.pp.is_pinned(), |p| p.pp = Allowed::ANY),
+            ("cp", self.cp.is_pinned(), |p| p.cp = Allowed::ANY),
+            ("ep", self.ep.is_pinned(), |p| p.ep = Allowed::ANY),
             ("micro", self.micro_batch.is_pinned(), |p| p.micro_batch = Allowed::ANY),
             ("schedule", self.schedule.is_pinned(), |p| p.schedule = Allowed::ANY),
             ("sp", self.boundary.is_pinned(), |p| p.boundary = Allowed::ANY),
@@ -207,7 +213,8 @@ impl fmt::Display for Pins {
         let zeros = |v: &[Zero]| join(v.iter().map(|z| z.0.to_string()).collect());
         let recomputes = |v: &[Recompute]| join(v.iter().map(|&r| recompute_name(r).to_string()).collect());
         let mut parts = Vec::new();
-        for (key, values) in [("dp", counts(&self.dp)), ("tp", counts(&self.tp)), ("pp", counts(&self.pp)), ("micro", counts(&self.micro_batch))] {
+        let degrees = [("dp", &self.dp), ("tp", &self.tp), ("pp", &self.pp), ("cp", &self.cp), ("ep", &self.ep), ("micro", &self.micro_batch)];
+        for (key, values) in degrees.map(|(key, allowed)| (key, counts(allowed))) {
             parts.extend(values.map(|v| format!("{key}={v}")));
         }
         parts.extend(self.schedule.values().map(|v| format!("schedule={}", join(v.iter().map(|s| s.name().to_string()).collect()))));
@@ -290,10 +297,12 @@ mod tests {
 
     #[test]
     fn pins_print_as_they_are_read() {
-        for text in ["", "dp=2,tp=1+2,pp=4,micro=1", "schedule=gpipe+1f1b,sp=off", "zero=0+1,zero@0-11=3,recompute=none,recompute@4-4=full"] {
+        for text in
+            ["", "dp=2,tp=1+2,pp=4,cp=1+2,ep=2,micro=1", "schedule=gpipe+1f1b,sp=off", "zero=0+1,zero@0-11=3,recompute=none,recompute@4-4=full"]
+        {
             assert_eq!(Pins::parse(text).unwrap().to_string(), text);
         }
-        assert_eq!(Pins::parse(" tp=2 , cp=1,offload=none, virtual=1").unwrap().to_string(), "tp=2");
+        assert_eq!(Pins::parse(" tp=2 , etp=1,offload=none, virtual=1").unwrap().to_string(), "tp=2");
     }
 
     #[test]
@@ -315,7 +324,7 @@ mod tests {
             ("tp@0-3=2", "only `zero` and `recompute`"),
             ("tp=2,tp=4", "pins `tp=2` and `tp=4` contradict"),
             ("zero@0-3=1,zero@2-5=3", "pins `zero@0-3=1` and `zero@2-5=3` contradict"),
-            ("cp=2", "pin `cp=2`: not supported yet"),
+            ("cp=0", "`0` is not a positive whole number"),
             ("offload=optimizer", "not supported yet"),
             ("schedule=zb-h1", "not supported yet"),
             ("schedule=fast", "gpipe, 1f1b"),

@@ -84,12 +84,8 @@ struct Layer {
 /// # Errors
 /// A plan that is not one of this graph.
 pub fn predict(graph: &Graph, classes: &[u32], machine: &Machine, plan: &Plan) -> Result<Prediction, LowerError> {
-    let mesh = Mesh::new(plan.dp, plan.tp);
-    let mut padded = plan_padding(graph, &mesh, plan)?;
-    if let Some(batch) = graph.batch {
-        padded.0[batch] = plan.micro_batch;
-    }
-    let pricing = Pricing { graph, machine, mesh: Mesh::new(1, plan.tp), micro_batch: plan.micro_batch, boundary: plan.boundary, padded };
+    let mesh = plan.mesh();
+    let pricing = Pricing::new(graph, machine, plan.degrees(), plan.micro_batch, plan.boundary, plan_padding(graph, &mesh, plan)?);
     let layers = priced(&pricing, classes, plan)?;
     let types = StateTypes { compute: plan.compute, optimizer: plan.optimizer };
     let (p, m) = (plan.pp(), plan.micro_batches);
@@ -133,7 +129,7 @@ pub fn predict(graph: &Graph, classes: &[u32], machine: &Machine, plan: &Plan) -
         work.end = time.end;
         let bytes: Vec<(&LayerBytes, Zero)> = range.map(|l| (&layers[l].option.bytes, plan.layer(l as u32).zero)).collect();
         let in_flight = plan.schedule.in_flight(stage, p, m);
-        let arena = arena(&bytes, plan.dp, types, StagePosition { stage, stages: p, in_flight, boundary });
+        let arena = arena(&bytes, &mesh, types, StagePosition { stage, stages: p, in_flight, boundary });
         memory.push(StageMemory { arena, host: Bytes::ZERO, context: machine.device.context });
         stages.push(time);
         works.push(work);

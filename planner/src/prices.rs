@@ -14,6 +14,8 @@ use std::rc::Rc;
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Shape {
     pub tp: u64,
+    pub cp: u64,
+    pub ep: u64,
     /// Sequences of one micro-batch on one data-parallel rank.
     pub micro_batch: u64,
     /// Dim of every layer boundary that the tensor-parallel axes shard.
@@ -52,8 +54,13 @@ pub trait Prices: Links {
     fn paddings(&mut self, tp: u64) -> u32;
     /// All ways of running a layer worth considering, or none if the shape is impossible for it.
     fn offers(&mut self, class: u32, shape: Shape) -> Rc<[Offer]>;
-    /// No offer of the class takes less than this, forward and backward, with these degrees, whatever boundary and padding: found without pricing offers.
-    fn floor(&mut self, class: u32, tp: u64, micro_batch: u64) -> Nanos;
+    /// No offer of the class takes less than this, forward and backward, on so many ranks that share a micro-batch by tensor and context parallelism, whatever
+    /// boundary and padding: found without pricing offers.
+    fn floor(&mut self, class: u32, ranks: u64, micro_batch: u64) -> Nanos;
+    /// Degrees of context parallelism that the model's sequences allow.
+    fn contexts(&self, ranks: u64) -> Vec<u64>;
+    /// Degrees of expert parallelism that the model's experts allow.
+    fn experts(&self, ranks: u64) -> Vec<u64>;
     /// No offer of the class takes less in this shape, as found by pricing the same shape with `largest` sequences: a sequence takes least time in the largest
     /// micro-batch.
     fn trend(&mut self, class: u32, shape: Shape, largest: u64) -> Nanos;

@@ -114,7 +114,7 @@ impl<'a> Planner<'a> {
         let (devices, limit) = (request.machine.devices(), request.memory_limit.map(|b| b.0));
         let problem = Problem::new(&prices, devices, request.batch, types, request.clip, request.pins.clone(), limit);
         let (layers, batch, pins) = (problem.layers.len(), problem.batch, problem.pins.to_string());
-        let sizes = layouts(layers as u64, devices, &problem.pins);
+        let sizes = layouts(&prices, devices, &problem.pins);
         if sizes.is_empty() {
             return Err(Refusal::Layout { devices, layers, pins });
         }
@@ -122,8 +122,8 @@ impl<'a> Planner<'a> {
             Some(sizes) => sizes.iter().any(|micro| batch % (dp * micro) == 0),
             None => batch % dp == 0,
         };
-        if batch == 0 || !sizes.iter().any(|&(_, _, dp)| covers(dp)) {
-            let nearest = nearest_batch(layers as u64, devices, batch, &problem.pins);
+        if batch == 0 || !sizes.iter().any(|(degrees, _)| covers(degrees.dp)) {
+            let nearest = nearest_batch(&sizes, batch, &problem.pins);
             return Err(Refusal::Batch { batch, nearest, pins });
         }
         Ok(Planner { request, prices, problem })
@@ -176,6 +176,8 @@ impl<'a> Planner<'a> {
         let tuple = &menus.tuple;
         Plan {
             dp: tuple.dp,
+            ep: tuple.ep,
+            cp: tuple.cp,
             tp: tuple.tp,
             micro_batch: tuple.micro_batch,
             micro_batches: tuple.micro_batches,

@@ -95,7 +95,7 @@ fn floors_and_trends_are_below_all_prices() {
             for boundary in [None, Some(1)] {
                 for padding in 0..model.paddings(tp) {
                     for micro_batch in [1, 2, 3, 8] {
-                        let shape = Shape { tp, micro_batch, boundary, padding };
+                        let shape = Shape { tp, cp: 1, ep: 1, micro_batch, boundary, padding };
                         for &class in &classes {
                             let Some(least) = model.offers(class, shape).iter().map(|o| o.option.time()).min() else { continue };
                             let (floor, trend) = (model.floor(class, tp, micro_batch), model.trend(class, shape, 8));

@@ -1,11 +1,12 @@
 //! Global tuples: the choices that all layers share.
 //!
-//! The space of a request is every tuple with `dp · tp · pp` = all devices, `dp · micro_batch · micro_batches` = the batch, at least one layer for each stage,
-//! and `tp` at most [`MOST_TP`] unless a pin asks for more; times every cut of the layers into `pp` stages; times every option and ZeRO stage of every layer.
+//! The space of a request is every tuple with `dp · cp · tp · pp` = all devices, `dp · micro_batch · micro_batches` = the batch, at least one layer for each
+//! stage, `cp` a divisor of the sequence, `ep` one of `dp` and of the experts, and `tp` at most [`MOST_TP`] unless a pin asks for more; times every cut of the layers
+//! into `pp` stages; times every option and ZeRO stage of every layer.
 
 use crate::pins::Pins;
 use crate::prices::{Prices, Shape};
-use dplan_ir::mesh::Mesh;
+use dplan_ir::mesh::{Degrees, Mesh};
 use dplan_ir::plan::Schedule;
 
 /// The widest tensor parallelism that is searched without a pin: the largest node sold has 72 devices on one fabric, and every matrix of a layer cut 64 ways is small.
@@ -16,6 +17,8 @@ pub const MOST_TP: u64 = 64;
 pub struct Tuple {
     pub pp: u64,
     pub tp: u64,
+    pub cp: u64,
+    pub ep: u64,
     pub dp: u64,
     pub micro_batch: u64,
     pub micro_batches: u64,
@@ -26,10 +29,18 @@ pub struct Tuple {
 
 impl Tuple {
     pub fn shape(&self) -> Shape {
-        Shape { tp: self.tp, micro_batch: self.micro_batch, boundary: self.boundary, padding: self.padding }
+        Shape { tp: self.tp, cp: self.cp, ep: self.ep, micro_batch: self.micro_batch, boundary: self.boundary, padding: self.padding }
+    }
+    /// Ranks of a stage.
+    pub fn degrees(&self) -> Degrees {
+        Degrees { dp: self.dp, ep: self.ep, cp: self.cp, tp: self.tp }
     }
     pub fn mesh(&self) -> Mesh {
-        Mesh::new(self.dp, self.tp)
+        Mesh::of(self.degrees())
+    }
+    /// Ranks that share the work of one micro-batch on a stage.
+    pub fn sharers(&self) -> u64 {
+        self.cp * self.tp
     }
     /// Micro-batches whose activations a stage holds.
     pub fn in_flight(&self, stage: u64) -> u64 {
@@ -40,7 +51,8 @@ impl Tuple {
 /// All tuples that the pins allow, in order.
 pub fn tuples(prices: &mut dyn Prices, devices: u64, batch: u64, pins: &Pins) -> Vec<Tuple> {
     let mut all = Vec::new();
-    for (tp, pp, dp) in layouts(prices.classes().len() as u64, devices, pins) {
+    for (degrees, pp) in layouts(prices, devices, pins) {
+        let Degrees { dp, ep, cp, tp } = degrees;
         if !batch.is_multiple_of(dp) {
             continue;
         }
@@ -59,7 +71,7 @@ pub fn tuples(prices: &mut dyn Prices, devices: u64, batch: u64, pins: &Pins) ->
                 for &boundary in &boundaries {
                     for padding in 0..paddings {
                         let micro_batches = per_rank / micro_batch;
-                        all.push(Tuple { pp, tp, dp, micro_batch, micro_batches, schedule, boundary, padding });
+                        all.push(Tuple { pp, tp, cp, ep, dp, micro_batch, micro_batches, schedule, boundary, padding });
                     }
                 }
             }
@@ -69,23 +81,27 @@ pub fn tuples(prices: &mut dyn Prices, devices: u64, batch: u64, pins: &Pins) ->
     all
 }
 
-/// Every `(tp, pp, dp)` that the pins allow and that uses all devices.
-pub fn layouts(layers: u64, devices: u64, pins: &Pins) -> Vec<(u64, u64, u64)> {
+/// Every way of sharing out all devices that the pins allow: the ranks of a stage, and the number of stages.
+pub fn layouts(prices: &dyn Prices, devices: u64, pins: &Pins) -> Vec<(Degrees, u64)> {
+    let layers = prices.classes().len() as u64;
     let mut all = Vec::new();
     for tp in divisors(devices).filter(|tp| pins.tp.allows(tp) && (*tp <= MOST_TP || pins.tp.is_pinned())) {
         for pp in divisors(devices / tp).filter(|pp| pins.pp.allows(pp) && *pp <= layers) {
-            let dp = devices / tp / pp;
-            if pins.dp.allows(&dp) {
-                all.push((tp, pp, dp));
+            for cp in prices.contexts(devices / tp / pp).into_iter().filter(|cp| pins.cp.allows(cp)) {
+                let dp = devices / tp / pp / cp;
+                if pins.dp.allows(&dp) {
+                    let experts = prices.experts(dp).into_iter().filter(|ep| pins.ep.allows(ep));
+                    all.extend(experts.map(|ep| (Degrees { dp, ep, cp, tp }, pp)));
+                }
             }
         }
     }
     all
 }
 
-/// The batch nearest to `batch` that some layout and micro-batch cover exactly (the smaller of two equally near), if any layout exists.
-pub fn nearest_batch(layers: u64, devices: u64, batch: u64, pins: &Pins) -> Option<u64> {
-    let units = layouts(layers, devices, pins).into_iter().flat_map(|(_, _, dp)| match pins.micro_batch.values() {
+/// The batch nearest to `batch` that some layout and micro-batch cover exactly (the smaller of two equally near), if there is any layout.
+pub fn nearest_batch(layouts: &[(Degrees, u64)], batch: u64, pins: &Pins) -> Option<u64> {
+    let units = layouts.iter().flat_map(|&(Degrees { dp, .. }, _)| match pins.micro_batch.values() {
         Some(sizes) => sizes.iter().map(|micro| dp * micro).collect::<Vec<_>>(),
         None => vec![dp],
     });
@@ -117,9 +133,8 @@ mod tests {
     #[test]
     fn the_nearest_batch_is_one_that_the_pins_cover() {
         let pins = Pins::parse("dp=4,micro=3").unwrap();
-        assert_eq!(nearest_batch(6, 8, 30, &pins), Some(24));
-        assert_eq!(nearest_batch(6, 8, 31, &pins), Some(36));
-        assert_eq!(nearest_batch(6, 8, 5, &pins), Some(12));
-        assert_eq!(nearest_batch(6, 9, 5, &pins), None);
+        let nearest = |batch| nearest_batch(&[(Degrees { dp: 4, ..Degrees::ONE }, 2)], batch, &pins);
+        assert_eq!((nearest(30), nearest(31), nearest(5)), (Some(24), Some(36), Some(12)));
+        assert_eq!(nearest_batch(&[], 5, &pins), None);
     }
 }

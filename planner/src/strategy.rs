@@ -6,7 +6,7 @@
 //!   the factor of the next dim of an operand (the queries of each head) if that divides, or on none;
 //! - nothing: every rank computes the same.
 //!
-//! The batch dim is not split: that is data parallelism, which needs no choice.
+//! What data axes split needs no choice ([`dplan_ir::data`]); of the batch they leave nothing to split, of a sequence or of experts a block.
 //!
 //! Ops that multiply matrices, look up tables or send rows to experts are decided on. All others *follow* their first operand where another op of the
 //! layer made it or the layer before handed it over: what splits a dim of it splits the factor. They cost little beside the reshard that anything
@@ -16,6 +16,7 @@
 //! legal. The order is that of the rule's factors, nothing first, and no strategy comes twice.
 
 use crate::padding::prefixes;
+use dplan_ir::data::data_split;
 use dplan_ir::entity::DimId;
 use dplan_ir::extent::node_rule;
 use dplan_ir::graph::{Graph, Node};
@@ -32,13 +33,14 @@ pub fn strategies(graph: &Graph, node: &Node, mesh: &Mesh, padded: &Padded) -> V
     let Some(&every) = prefixes.last() else {
         return all;
     };
+    let data = data_split(graph, node, &rule, mesh);
     let factors: Vec<(Label, u64)> = rule
         .factors
         .iter()
         .filter(|f| f.split != Split::Whole)
         .filter_map(|f| Some((f.label, dim_of(graph, node, &rule, f.label)?)))
         .filter(|&(_, dim)| graph.batch != Some(dim))
-        .map(|(label, dim)| (label, padded.size(dim)))
+        .map(|(label, dim)| (label, padded.size(dim) / mesh.size(data.axes(label))))
         .collect();
     let divides = |size: u64, axes: AxisSet| size.is_multiple_of(mesh.size(axes));
     for &(label, size) in &factors {
@@ -97,12 +99,12 @@ pub fn is_follower(op: &Op) -> bool {
     }
 }
 
-/// The strategy that follows a first operand made with these axes on its dims.
-pub fn follow(rule: &Rule, made: &[AxisSet]) -> Assignment {
+/// The strategy that follows a first operand made with these axes on its dims; `choosable` are the axes that strategies may use.
+pub fn follow(rule: &Rule, made: &[AxisSet], choosable: AxisSet) -> Assignment {
     let mut assignment = Assignment::default();
     for (&label, &axes) in rule.ins.first().into_iter().flatten().zip(made) {
         if rule.factor(label).is_some_and(|f| f.split != Split::Whole) {
-            assignment.assign(label, axes);
+            assignment.assign(label, axes.and(choosable));
         }
     }
     assignment

@@ -3,7 +3,7 @@
 
 mod drawn;
 
-use dplan_ir::mesh::Mesh;
+use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
 use dplan_ir::plan::{Clip, Schedule, Zero};
 use dplan_ir::program::{Pattern, Role};
 use dplan_planner::baselines::baselines;
@@ -27,7 +27,6 @@ struct Setting<'a> {
     types: StateTypes,
     clip: Clip,
     mesh: Mesh,
-    dp: u64,
     pp: u64,
     m: u64,
 }
@@ -42,14 +41,16 @@ impl Setting<'_> {
         let (f, b) = (offer.option.forward.0, offer.option.backward.0);
         let (mut gather, mut scatter, mut add) = (0, 0, 0);
         let (mut reduce_end, mut rest_end, mut update, mut gather_end, mut late) = (0, 0, 0, 0, 0);
-        let dp_axis = self.mesh.dp();
         for bucket in &offer.option.bytes.buckets {
-            let whole = memory::bucket_elems(bucket.elems, self.dp);
+            // Experts are shared out over some of the ranks that see different data; the others hold copies.
+            let copies: AxisSet = self.mesh.ids().filter(|&a| !self.mesh.axis(a).name.starts_with("tp") && !bucket.spread.contains(a)).collect();
+            let ways = self.mesh.size(copies);
+            let whole = memory::bucket_elems(bucket.elems, ways);
             let grad = whole * self.element(Role::Grad);
-            let piece = if zero == 0 { whole } else { whole / self.dp };
+            let piece = if zero == 0 { whole } else { whole / ways };
             let collective = |axes, pattern, bytes| self.prices.collective(&self.mesh, axes, pattern, bytes).0;
-            let gathered = collective(dp_axis, Pattern::AllGather, whole * self.element(Role::Param));
-            let scattered = collective(dp_axis, Pattern::ReduceScatter, grad);
+            let gathered = collective(copies, Pattern::AllGather, whole * self.element(Role::Param));
+            let scattered = collective(copies, Pattern::ReduceScatter, grad);
             gather += gathered;
             scatter += scattered;
             if zero >= 2 {
@@ -61,9 +62,9 @@ impl Setting<'_> {
             let apart = bucket.tied && split;
             let across = |axes, bytes| self.prices.across_stages(&self.mesh, axes, 2, bytes).0;
             if zero == 0 && apart {
-                late += across(dp_axis.union(bucket.partial), grad);
+                late += across(copies.union(bucket.partial), grad);
             } else if zero == 0 {
-                reduce_end += collective(dp_axis.union(bucket.partial), Pattern::AllReduce, grad);
+                reduce_end += collective(copies.union(bucket.partial), Pattern::AllReduce, grad);
             } else {
                 reduce_end += scattered;
                 rest_end += collective(bucket.partial, Pattern::AllReduce, piece * self.element(Role::Grad));
@@ -97,16 +98,25 @@ fn enumerate(problem: &Problem, prices: &mut Drawn) -> Option<u64> {
     let mut best: Option<u64> = None;
     for tp in (1..=n).filter(|t| n.is_multiple_of(*t) && problem.pins.tp.allows(t)) {
         for pp in (1..=n / tp).filter(|p| (n / tp).is_multiple_of(*p) && *p as usize <= layers && problem.pins.pp.allows(p)) {
-            let dp = n / tp / pp;
-            for micro in (1..=problem.batch).filter(|b| problem.batch.is_multiple_of(dp * b)) {
-                let m = problem.batch / dp / micro;
+            let rest = n / tp / pp;
+            let cps: Vec<u64> = (1..=rest).filter(|cp| rest.is_multiple_of(*cp) && prices.contexts(rest).contains(cp)).collect();
+            let degrees = cps.into_iter().flat_map(|cp| {
+                let dp = rest / cp;
+                (1..=dp)
+                    .filter(|ep| dp.is_multiple_of(*ep) && prices.experts(dp).contains(ep))
+                    .map(|ep| Degrees { dp, ep, cp, tp })
+                    .collect::<Vec<_>>()
+            });
+            let cases = degrees.flat_map(|d| (1..=problem.batch).map(move |micro| (d, micro)));
+            for (degrees, micro) in cases.filter(|(d, micro)| problem.batch.is_multiple_of(d.dp * micro)).collect::<Vec<_>>() {
+                let m = problem.batch / degrees.dp / micro;
                 let mut boundaries = vec![None];
                 boundaries.extend(prices.boundary_dims(tp).into_iter().map(Some));
                 for boundary in boundaries {
                     for padding in 0..prices.paddings(tp) {
                         for schedule in Schedule::ALL.into_iter().filter(|s| problem.pins.schedule.allows(s)) {
-                            let shape = Shape { tp, micro_batch: micro, boundary, padding };
-                            let value = best_of_tuple(problem, prices, shape, pp, dp, m, schedule);
+                            let shape = Shape { tp, cp: degrees.cp, ep: degrees.ep, micro_batch: micro, boundary, padding };
+                            let value = best_of_tuple(problem, prices, shape, pp, degrees, m, schedule);
                             best = [best, value].into_iter().flatten().min();
                         }
                     }
@@ -117,13 +127,13 @@ fn enumerate(problem: &Problem, prices: &mut Drawn) -> Option<u64> {
     best
 }
 
-fn best_of_tuple(problem: &Problem, prices: &mut Drawn, shape: Shape, pp: u64, dp: u64, m: u64, schedule: Schedule) -> Option<u64> {
+fn best_of_tuple(problem: &Problem, prices: &mut Drawn, shape: Shape, pp: u64, degrees: Degrees, m: u64, schedule: Schedule) -> Option<u64> {
     let classes = prices.classes.clone();
     let count = classes.len();
     let offers: Vec<Rc<[Offer]>> = classes.iter().map(|&c| prices.offers(c, shape)).collect();
     let crossing: Vec<u64> = (0..count.saturating_sub(1)).map(|l| prices.boundary_bytes(l as u32, shape)).collect();
     let boundary = crossing.iter().copied().max().unwrap_or(0);
-    let zeros = if dp == 1 { 0..=0 } else { 0..=3 };
+    let zeros = if degrees.dp * degrees.cp == 1 { 0..=0 } else { 0..=3 };
     let ways: Vec<Vec<(usize, u8)>> = (0..count)
         .map(|l| {
             let all = (0..offers[l].len()).flat_map(|o| zeros.clone().map(move |z| (o, z)));
@@ -136,7 +146,7 @@ fn best_of_tuple(problem: &Problem, prices: &mut Drawn, shape: Shape, pp: u64, d
     if ways.iter().any(Vec::is_empty) {
         return None;
     }
-    let setting = Setting { prices, types: problem.types, clip: problem.clip, mesh: Mesh::new(dp, shape.tp), dp, pp, m };
+    let setting = Setting { prices, types: problem.types, clip: problem.clip, mesh: Mesh::of(degrees), pp, m };
     let tied: Vec<usize> = (0..count).filter(|&l| offers[l].iter().any(|o| o.tie.is_some())).collect();
     let mut best = None;
     for cuts in cuttings(count, pp as usize) {
@@ -189,7 +199,7 @@ fn value(
         let in_flight = if schedule == Schedule::GPipe { setting.m } else { setting.m.min(setting.pp - stage) };
         let bytes: Vec<(&LayerBytes, Zero)> = chosen[start..end].iter().map(|(o, z)| (&o.option.bytes, Zero(*z))).collect();
         let at = StagePosition { stage, stages: setting.pp, in_flight, boundary };
-        if arena(&bytes, setting.dp, problem.types, at).total() > problem.budget {
+        if arena(&bytes, &setting.mesh, problem.types, at).total() > problem.budget {
             return None;
         }
         let (mut time, mut ends) = (0, 0);
@@ -211,8 +221,8 @@ fn value(
 
 #[test]
 fn the_search_finds_what_enumeration_finds() {
-    let (mut infeasible, mut tied, mut staged, mut tight) = (0, 0, 0, 0);
-    for seed in 0..300 {
+    let (mut infeasible, mut tied, mut staged, mut tight, mut context, mut experts) = (0, 0, 0, 0, 0, 0);
+    for seed in 0..500 {
         let Instance { mut prices, problem } = instance(seed, if seed % 3 == 0 { 4 } else { 3 }, if seed % 4 == 0 { 3 } else { 2 });
         let truth = enumerate(&problem, &mut prices);
         let outcome = explore(&problem, &mut prices, &|| false);
@@ -223,12 +233,14 @@ fn the_search_finds_what_enumeration_finds() {
         let Some(best) = outcome.best else { continue };
         tied += usize::from(best.menus.tied.contains(&true));
         staged += usize::from(best.menus.tuple.pp > 1);
+        context += usize::from(best.menus.tuple.cp > 1);
+        experts += usize::from(best.menus.tuple.ep > 1);
         tight += usize::from(best.solution.choices.iter().zip(&problem.layers).any(|(&c, &k)| best.menus.choices[k][c as usize].zero.0 > 0));
     }
     // The instances must be of all sorts, or they prove little.
     assert!(
-        infeasible >= 10 && tied >= 20 && staged >= 20 && tight >= 20,
-        "{infeasible} infeasible, {tied} tied, {staged} staged, {tight} with ZeRO"
+        infeasible >= 10 && tied >= 20 && staged >= 20 && tight >= 20 && context >= 20 && experts >= 20,
+        "{infeasible} infeasible, {tied} tied, {staged} staged, {tight} with ZeRO, {context} with contexts, {experts} with experts shared out"
     );
 }
 

@@ -46,7 +46,7 @@ fn the_arena_is_the_formula_to_the_byte() {
                 in_flight: plan.schedule.in_flight(s as u64, plan.pp(), plan.micro_batches),
                 boundary: sharder.boundary_bytes(),
             };
-            let formula = memory::arena(&of_stage, plan.dp, types, position);
+            let formula = memory::arena(&of_stage, &plan.mesh(), types, position);
             let parts = [formula.scalars, formula.states, formula.frames, formula.boundary, formula.workspace, formula.ring];
             assert_eq!(program.regions.iter().map(|r| r.bytes).collect::<Vec<_>>(), parts, "{what} stage {s}");
             assert_eq!(program.arena_bytes, formula.total(), "{what} stage {s}");
@@ -123,7 +123,8 @@ fn each_bucket_is_synchronised_as_its_zero_stage_says() {
         for (s, stage) in program.stages.iter().enumerate() {
             for (id, bucket) in stage.buckets.iter() {
                 let layer = graph.nodes.values().find(|n| n.inputs.contains(&graph.params[bucket.members[0].param].value)).unwrap().layer;
-                let zero = if plan.dp == 1 { 0 } else { plan.layer(layer).zero.0 };
+                let shared = program.mesh.data().minus(bucket.members[0].sharding.sharded());
+                let zero = if shared.is_empty() { 0 } else { plan.layer(layer).zero.0 };
                 let is = |b, role| matches!(stage.buffers[b].content, Content::Flat { bucket, role: r, .. } if (bucket, r) == (id, role));
                 let count = |kind, pattern, role| {
                     let of = |i: &&&Instr| matches!(i, Instr::Collective { pattern: p, dst, .. } if *p == pattern && is(*dst, role));

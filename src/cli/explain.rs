@@ -79,7 +79,9 @@ fn alternatives<E>(plan: &Plan, classes: &[u32], costs: &dyn Fn(&Plan) -> std::r
     for (class, option) in kinds {
         let members: Vec<usize> = (0..plan.layers.len()).filter(|&l| classes[l] == class && plan.layers[l] == option).collect();
         let was = &plan.options[option as usize];
-        let zeros = (0..=3).filter(|z| plan.dp > 1 && Zero(*z) != was.zero).map(|z| (Zero(z), was.recompute, format!("zero {} -> {z}", was.zero.0)));
+        let zeros = (0..=3)
+            .filter(|z| plan.dp * plan.cp > 1 && Zero(*z) != was.zero)
+            .map(|z| (Zero(z), was.recompute, format!("zero {} -> {z}", was.zero.0)));
         let recomputes = [Recompute::None, Recompute::Full].into_iter().filter(|r| *r != was.recompute);
         let recomputes = recomputes.map(|r| (was.zero, r, format!("recompute {} -> {}", recompute_name(was.recompute), recompute_name(r))));
         for (zero, recompute, change) in zeros.chain(recomputes) {

@@ -47,9 +47,9 @@ pub fn json(model: &Model, compiled: &Compiled, run: TrainingRun, took: f64) -> 
 
 fn chosen(file: &PlanFile) -> Value {
     let plan = &file.plan;
-    let stages: Vec<Value> = plan.stages.iter().map(|s| json!({ "layers": [s.first, s.last], "devices": plan.dp * plan.tp })).collect();
+    let stages: Vec<Value> = plan.stages.iter().map(|s| json!({ "layers": [s.first, s.last], "devices": plan.degrees().ranks() })).collect();
     json!({
-        "dp": plan.dp, "tp": plan.tp, "cp": 1, "ep": 1, "etp": 1, "pp": plan.pp(), "virtual": 1, "schedule": plan.schedule.name(),
+        "dp": plan.dp, "tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "etp": 1, "pp": plan.pp(), "virtual": 1, "schedule": plan.schedule.name(),
         "micro_batch": plan.micro_batch, "micro_batches": plan.micro_batches, "sp": plan.boundary.is_some(), "stages": stages,
         "layers": (0..plan.layers.len() as u32).map(|l| {
             let o = plan.layer(l);

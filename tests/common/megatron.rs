@@ -39,6 +39,8 @@ pub fn plan(graph: &Graph, shape: Shape, batch: u64) -> Plan {
     let cut = |i: u64| (u64::from(layers) * i / shape.pp) as u32;
     Plan {
         dp: shape.dp,
+        ep: 1,
+        cp: 1,
         tp: shape.tp,
         micro_batch: shape.micro,
         micro_batches: batch / (shape.dp * shape.micro),

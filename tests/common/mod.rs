@@ -105,4 +105,8 @@ pub const PLANS: &[(&str, u32, &str)] = &[
     ("tp2 pp2 recompute micro1", 4, "tp=2,pp=2,recompute=full,micro=1"),
     ("dp2 pp2 zero3", 4, "dp=2,pp=2,zero=3"),
     ("pp4 micro4", 4, "pp=4,micro=4"),
+    ("cp2", 2, "cp=2"),
+    ("cp4 zero3", 4, "cp=4,zero=3"),
+    ("dp2 cp2 zero2", 4, "dp=2,cp=2,zero=2"),
+    ("cp2 tp2 pp2 recompute", 8, "cp=2,tp=2,pp=2,sp=on,recompute=full"),
 ];

@@ -96,9 +96,9 @@ impl<'g> Facts<'g> {
                 }
             }
         }
-        // The batch dim is one of its kind.
-        if let Some(batch) = graph.batch {
-            dims[batch] = Owner::Several;
+        // The batch and sequence dims are one of their kind.
+        for dim in [graph.batch, graph.sequence].into_iter().flatten() {
+            dims[dim] = Owner::Several;
         }
         Facts { graph, part_of, params, dims }
     }

@@ -23,6 +23,7 @@ pub fn rebuild(graph: &Graph, order: &[NodeId]) -> Graph {
         new.operand(graph.params[param].value);
     }
     new.to.batch = graph.batch.map(|d| new.dim(d));
+    new.to.sequence = graph.sequence.map(|d| new.dim(d));
     new.to.loss = graph.loss.and_then(|v| new.values[v]);
     new.to
 }

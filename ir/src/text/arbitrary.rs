@@ -140,7 +140,10 @@ pub fn graph(size: usize, rng: &mut Rng) -> Graph {
         graph.dims.push(Dim { name, size });
     }
     let dims = graph.dims.len();
-    graph.batch = if dims == 0 { None } else { rng.some(|r| DimId(r.below(dims as u64) as u32)) };
+    if dims > 0 {
+        let mut role = || rng.some(|r| DimId(r.below(dims as u64) as u32));
+        (graph.batch, graph.sequence) = (role(), role());
+    }
     // What defines each value, in any order or in theirs.
     let mut defs = Vec::new();
     for (node, left) in (0..size).rev().enumerate() {

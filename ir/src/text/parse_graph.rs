@@ -119,9 +119,11 @@ impl<'a> Reader<'a> {
         let size = p.integer("the dim's size")?;
         let id = self.graph.dims.push(Dim { name: name.clone().into_owned(), size });
         self.dims.push(name);
-        let at = p.at();
-        if p.take_word("batch") && self.graph.batch.replace(id).is_some() {
-            return Err(p.wrong(at, "a second batch dim", "one"));
+        for (word, role) in [("batch", &mut self.graph.batch), ("sequence", &mut self.graph.sequence)] {
+            let at = p.at();
+            if p.take_word(word) && role.replace(id).is_some() {
+                return Err(p.wrong(at, format!("a second {word} dim"), "one"));
+            }
         }
         Ok(())
     }

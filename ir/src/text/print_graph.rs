@@ -56,8 +56,10 @@ impl Printer<'_> {
         out.end_line();
         for (id, dim) in self.graph.dims.iter() {
             out.mark(Place::Dim(id));
-            let batch = if self.graph.batch == Some(id) { " batch" } else { "" };
-            let _ = write!(out.text, "dim {} = {}{batch}", self.spelling.dim(id), dim.size);
+            let _ = write!(out.text, "dim {} = {}", self.spelling.dim(id), dim.size);
+            for (role, _) in [(" batch", self.graph.batch), (" sequence", self.graph.sequence)].into_iter().filter(|r| r.1 == Some(id)) {
+                out.put(role);
+            }
             out.end_line();
         }
         for node in self.graph.nodes.values() {

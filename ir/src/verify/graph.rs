@@ -155,8 +155,8 @@ impl Check<'_> {
         let graph = self.graph;
         let missing = |id: &dyn std::fmt::Display| Problem::Missing(id.to_string());
         let value = |id: ValueId| graph.values.get(id).is_none();
-        if let Some(batch) = graph.batch.filter(|&d| graph.dims.get(d).is_none()) {
-            self.error(Place::Top, missing(&batch));
+        for dim in [graph.batch, graph.sequence].into_iter().flatten().filter(|&d| graph.dims.get(d).is_none()) {
+            self.error(Place::Top, missing(&dim));
         }
         for (id, v) in graph.values.iter() {
             for dim in v.ty.dims.iter().filter(|&&d| graph.dims.get(d).is_none()) {

@@ -11,7 +11,7 @@
 
 use super::fragment::{Fragment, Storage};
 use super::stage::Stage;
-use crate::memory::{self, LayerBytes, workspace_region};
+use crate::memory::{self, LayerBytes, bucket_elems, workspace_region};
 use dplan_ir::dtype::DType;
 use dplan_ir::entity::{BucketId, BufferId, FormId, ParamId, Table};
 use dplan_ir::mesh::AxisSet;
@@ -27,6 +27,8 @@ pub(super) type Members = BTreeMap<(Role, ParamId), BufferId>;
 pub(super) struct Home {
     pub bucket: BucketId,
     pub zero: Zero,
+    /// Data axes over which its gradients are summed.
+    pub data: AxisSet,
     /// Layers of this stage that use it, by position; several only for a shared parameter.
     pub layers: Vec<usize>,
     pub roles: BTreeMap<Role, BufferId>,
@@ -129,7 +131,8 @@ impl Arena {
                     self.layers[position].homes.push(home);
                     continue;
                 }
-                let (zero, types, elems) = (stage.zero(position), stage.types(), stage.elems(bucket));
+                let (zero, types, size) = (stage.zero(position), stage.types(), stage.size(bucket));
+                let (data, elems) = (size.data(stage.mesh()), bucket_elems(size.elems, size.ways(stage.mesh())));
                 let mut offset = 0;
                 let members = bucket.members.iter().map(|m| {
                     let elems = m.elems(stage.graph(), stage.mesh(), &stage.sharder.padded);
@@ -139,23 +142,27 @@ impl Arena {
                 let id = self.program.buckets.push(Bucket {
                     members: members.collect(),
                     elems,
-                    partial: bucket.partial.union(stage.mesh().dp()),
+                    partial: bucket.partial.union(data),
                     tied: stage.tied(bucket),
                 });
                 let mut roles = BTreeMap::new();
                 for role in types.roles() {
-                    let buffer = self.flat(stage, id, role, stage.pieces(role, zero), at);
+                    let buffer = self.flat(stage, id, role, stage.pieces(role, zero, data), at);
                     roles.insert(role, buffer);
                     at += align(self.program.buffers[buffer].bytes);
                 }
                 let mut own = |role: Role| {
                     let home = roles[&role];
                     let offset = self.program.buffers[home].offset;
-                    if zero.0 >= 1 && stage.pieces(role, zero).is_empty() { self.piece_in_place(stage, id, role, offset) } else { home }
+                    if zero.0 >= 1 && !data.is_empty() && stage.pieces(role, zero, data).is_empty() {
+                        self.piece_in_place(stage, id, role, data, offset)
+                    } else {
+                        home
+                    }
                 };
                 let (own_param, own_grad) = (own(Role::Param), own(Role::Grad));
                 let mut members = Members::new();
-                for role in [Role::Param, Role::Grad].into_iter().filter(|&r| stage.pieces(r, zero).is_empty()) {
+                for role in [Role::Param, Role::Grad].into_iter().filter(|&r| stage.pieces(r, zero, data).is_empty()) {
                     self.members(stage, id, role, self.program.buffers[roles[&role]].offset, &mut members);
                 }
                 let home = self.homes.len();
@@ -163,7 +170,7 @@ impl Arena {
                     shared.insert(first, home);
                 }
                 self.layers[position].homes.push(home);
-                self.homes.push(Home { bucket: id, zero, layers: vec![position], roles, own_param, own_grad, members });
+                self.homes.push(Home { bucket: id, zero, data, layers: vec![position], roles, own_param, own_grad, members });
             }
         }
         for layer in &mut self.layers {
@@ -184,10 +191,9 @@ impl Arena {
     }
 
     /// This rank's piece of the whole flat buffer at `offset`.
-    fn piece_in_place(&mut self, stage: Stage<'_>, bucket: BucketId, role: Role, offset: u64) -> BufferId {
-        let dp = stage.mesh().dp();
-        let piece = self.flat(stage, bucket, role, dp, offset);
-        self.program.buffers[piece].piece_axes = dp;
+    fn piece_in_place(&mut self, stage: Stage<'_>, bucket: BucketId, role: Role, data: AxisSet, offset: u64) -> BufferId {
+        let piece = self.flat(stage, bucket, role, data, offset);
+        self.program.buffers[piece].piece_axes = data;
         piece
     }
 
@@ -278,8 +284,8 @@ impl Arena {
 
     /// Turns alternate from one layer to the next that uses the ring in a pass; the backward pass goes on where the forward pass ended.
     fn ring(&mut self, stage: Stage<'_>, at: u64, bytes: &[LayerBytes]) -> u64 {
-        let (dp, types) = (stage.plan.dp, stage.types());
-        let turn = bytes.iter().enumerate().map(|(i, b)| memory::ring_bytes(b, dp, stage.zero(i), types)).max().unwrap_or(0);
+        let (mesh, types) = (stage.mesh(), stage.types());
+        let turn = bytes.iter().enumerate().map(|(i, b)| memory::ring_bytes(b, mesh, stage.zero(i), types)).max().unwrap_or(0);
         let mut nth = 0;
         let forward = 0..stage.layers.len();
         for (pass, position) in forward.clone().map(|p| (0, p)).chain(forward.rev().map(|p| (1, p))) {
@@ -287,14 +293,17 @@ impl Arena {
             let mut offset = at + turn * (nth % 2);
             let start = offset;
             let roles: &[Role] = if pass == 0 { &[Role::Param] } else { &[Role::Param, Role::Grad] };
-            for &role in roles.iter().filter(|&&r| !stage.pieces(r, zero).is_empty()) {
+            for &role in roles {
                 for home in self.layers[position].homes.clone() {
-                    let bucket = self.homes[home].bucket;
+                    let (bucket, data) = (self.homes[home].bucket, self.homes[home].data);
+                    if stage.pieces(role, zero, data).is_empty() {
+                        continue;
+                    }
                     let whole = self.flat(stage, bucket, role, AxisSet::EMPTY, offset);
                     if role == Role::Param {
                         self.layers[position].gathered[pass].push((home, whole));
                     } else {
-                        let piece = self.piece_in_place(stage, bucket, role, offset);
+                        let piece = self.piece_in_place(stage, bucket, role, data, offset);
                         self.layers[position].scattered.push(Turned { home, whole, piece });
                     }
                     let mut members = Members::new();

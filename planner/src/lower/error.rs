@@ -31,6 +31,8 @@ pub enum LowerError {
     Undefined { value: String },
     #[error("the uses of parameter `{param}` need different shardings")]
     ParamShardings { param: String },
+    #[error("{ep} expert-parallel ranks are no divisor of {dp} data-parallel ranks")]
+    Experts { dp: u64, ep: u64 },
     #[error("parameter `{param}` is used by no layer")]
     UnusedParam { param: String },
     #[error("the gradient of `{param}` is not a sum over the data-parallel ranks: its use does not depend on the batch")]

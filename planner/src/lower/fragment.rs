@@ -47,7 +47,7 @@ pub struct BucketMember {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct FragmentBucket {
     pub members: Vec<BucketMember>,
-    /// Tensor-parallel axes that the members are sharded over, all of them the same.
+    /// Axes that the members are sharded over, all of them the same.
     pub axes: AxisSet,
     /// Tensor-parallel axes over which the accumulated gradients still have to be summed.
     pub partial: AxisSet,
@@ -115,7 +115,7 @@ impl Fragment {
 impl FragmentBucket {
     pub fn size(&self, graph: &Graph, mesh: &Mesh, padded: &Padded) -> BucketSize {
         let elems = self.members.iter().map(|m| m.elems(graph, mesh, padded)).sum();
-        BucketSize { elems, partial: self.partial, tied: self.tied }
+        BucketSize { elems, partial: self.partial, spread: self.axes.and(mesh.data()), tied: self.tied }
     }
 }
 

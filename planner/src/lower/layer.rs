@@ -13,6 +13,7 @@ use super::LowerError;
 use super::fragment::{BucketMember, Fragment, FragmentBucket, makes, reads};
 use super::keep;
 use super::shard::Sharder;
+use dplan_ir::data::data_split;
 use dplan_ir::entity::{FormId, NodeId, ParamId, Table, ValueId};
 use dplan_ir::extent::node_rule;
 use dplan_ir::graph::{Def, Layout, Node, Phase};
@@ -149,12 +150,12 @@ impl Layer<'_, '_> {
         Ok(())
     }
 
-    /// The axes of each factor: what the strategy says, and the data-parallel ranks on the batch.
+    /// The axes of each factor: what the strategy says, and what data axes split.
     fn assignment(&self, node: &Node, rule: &Rule) -> Result<Assignment, LowerError> {
         let graph = self.at.graph;
         let origin = &graph.nodes[node.origin];
         let name = || graph.values[origin.outputs[0]].name.clone();
-        let mut assignment = self.plan.strategy[self.at.strategy_index(node.origin)].clone();
+        let assignment = &self.plan.strategy[self.at.strategy_index(node.origin)];
         let mut used = AxisSet::EMPTY;
         for &(label, axes) in &assignment.0 {
             if !self.at.mesh.tp().includes(axes) {
@@ -171,20 +172,7 @@ impl Layer<'_, '_> {
                 Some(_) | None => {}
             }
         }
-        let is_batch = |value: &ValueId, at: usize| Some(graph.values[*value].ty.dims[at]) == graph.batch;
-        let sides = rule.ins.iter().chain(rule.outs.iter().map(|(l, _)| l)).zip(node.inputs.iter().chain(&node.outputs));
-        for (labels, value) in sides {
-            if let Some(at) = (0..labels.len()).find(|&at| is_batch(value, at)) {
-                let (label, dp) = (labels[at], self.at.mesh.dp());
-                if !dp.is_empty() && rule.factor(label).is_some_and(|f| f.split == Split::Whole) {
-                    return Err(LowerError::WholeFactor { node: name(), label });
-                }
-                // The first axis is data-parallel, so it stays major.
-                assignment.assign(label, dp);
-                break;
-            }
-        }
-        Ok(assignment)
+        Ok(assignment.and(&data_split(graph, node, rule, &self.at.mesh)))
     }
 
     fn operand(&mut self, value: ValueId, sharding: &Sharding) -> Result<FormId, LowerError> {
@@ -242,7 +230,7 @@ impl Layer<'_, '_> {
     /// Brings each contribution to a parameter's gradient into the parameter's sharding, and returns what they all still wait for.
     fn gradients(&mut self, layer: u32) -> Result<BTreeMap<ParamId, AxisSet>, LowerError> {
         let graph = self.at.graph;
-        let (dp, tp) = (self.at.mesh.dp(), self.at.mesh.tp());
+        let (data, tp) = (self.at.mesh.data(), self.at.mesh.tp());
         let mut pending = BTreeMap::new();
         let params: Vec<(ParamId, FormId)> =
             self.given.iter().filter_map(|&f| graph.param_of(self.fragment.forms[f].value).map(|p| (p, f))).collect();
@@ -252,12 +240,12 @@ impl Layer<'_, '_> {
             let here = |value: &ValueId| !shared || graph.producer(*value).is_some_and(|n| graph.nodes[n].layer == layer);
             let terms = graph.grads[param].iter().filter(|v| here(v)).map(|&v| self.main(v)).collect::<Result<Vec<_>, _>>()?;
             let wait = |f: &FormId| self.fragment.forms[*f].sharding.partial;
-            let common = terms.iter().fold(dp.union(tp), |common, f| common.and(wait(f))).minus(home.sharded());
-            if !common.includes(dp) && !terms.is_empty() {
+            let common = terms.iter().fold(data.union(tp), |common, f| common.and(wait(f))).minus(home.sharded());
+            if !common.includes(data.minus(home.sharded())) && !terms.is_empty() {
                 return Err(LowerError::NotOverData { param: self.name(graph.params[param].value) });
             }
-            // Homes of a shared parameter are sharded one by one, so each leaves only the data-parallel sum.
-            let common = if shared { common.and(dp) } else { common };
+            // Homes of a shared parameter are sharded one by one, so each leaves only the sum over data axes.
+            let common = if shared { common.and(data) } else { common };
             for term in terms {
                 let monoid = self.fragment.forms[term].sharding.monoid;
                 let form = self.reshard(term, &home.clone().with_partial(monoid, common))?;

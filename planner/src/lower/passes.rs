@@ -135,7 +135,8 @@ impl Body<'_> {
     fn gather<'l>(&mut self, pass: Pass, layers: impl IntoIterator<Item = &'l usize>) {
         for &at in layers {
             for &(home, whole) in &self.arena.layers[at].gathered[index(pass)] {
-                self.flat(Pattern::AllGather, self.stage.mesh().dp(), self.arena.homes[home].own_param, whole);
+                let home = &self.arena.homes[home];
+                self.flat(Pattern::AllGather, home.data, home.own_param, whole);
             }
         }
     }

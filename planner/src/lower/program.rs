@@ -79,7 +79,7 @@ impl Sharder<'_> {
                 if member(pair[0]).map(|m| &m.sharding) != member(pair[1]).map(|m| &m.sharding) {
                     return Err(LowerError::ParamShardings { param: name() });
                 }
-                if plan.layer(pair[0]).zero != plan.layer(pair[1]).zero && !self.mesh.dp().is_empty() {
+                if plan.layer(pair[0]).zero != plan.layer(pair[1]).zero && !self.mesh.data().is_empty() {
                     return Err(LowerError::TiedZero { param: name() });
                 }
             }

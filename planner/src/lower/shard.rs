@@ -4,6 +4,7 @@ use super::LowerError;
 use super::fragment::Fragment;
 use super::layer::shard_one;
 use crate::padding;
+use dplan_ir::data::data_dims;
 use dplan_ir::entity::{DimId, FormId, NodeId, ParamId, Table, ValueId};
 use dplan_ir::extent::node_rule;
 use dplan_ir::graph::{Graph, Node, Phase};
@@ -50,7 +51,7 @@ impl<'a> Sharder<'a> {
     /// As [`Sharder::new`], or a plan whose layers or strategies are not the graph's.
     pub fn of_plan(graph: &'a Graph, plan: &Plan) -> Result<Sharder<'a>, LowerError> {
         check(graph, plan)?;
-        let mesh = Mesh::new(plan.dp, plan.tp);
+        let mesh = plan.mesh();
         let padded = plan_padding(graph, &mesh, plan)?;
         Sharder::new(graph, mesh, padded, plan.boundary)
     }
@@ -89,14 +90,13 @@ impl<'a> Sharder<'a> {
         span.map(move |n| (NodeId(n), &graph.nodes[NodeId(n)]))
     }
 
-    /// How a value crosses from one layer to another: its batch split over data-parallel ranks, one dim over all tensor-parallel ranks or none.
+    /// How a value crosses from one layer to another: batch and sequence split over data axes, one dim over all tensor-parallel ranks or none.
     ///
     /// # Errors
     /// If the value has no such dim, or its size does not divide.
     pub fn boundary_sharding(&self, value: ValueId) -> Result<Sharding, LowerError> {
         let info = &self.graph.values[value];
-        let batch = |&d: &DimId| if Some(d) == self.graph.batch { self.mesh.dp() } else { AxisSet::EMPTY };
-        let mut dims: Vec<AxisSet> = info.ty.dims.iter().map(batch).collect();
+        let mut dims = data_dims(self.graph, value, &self.mesh);
         if let Some(at) = self.boundary.or(info.ty.dims.is_empty().then_some(0)) {
             let dim = dims.get_mut(at as usize).ok_or_else(|| LowerError::BoundaryDim { value: info.name.clone(), dim: at })?;
             *dim = dim.union(self.mesh.tp());
@@ -195,12 +195,17 @@ const MOST: u64 = 1 << 24;
 
 /// Whether the plan's numbers fit together and fit the graph.
 fn check(graph: &Graph, plan: &Plan) -> Result<(), LowerError> {
-    for (what, found) in [("dp", plan.dp), ("tp", plan.tp), ("micro_batch", plan.micro_batch), ("micro_batches", plan.micro_batches)] {
+    for (what, found) in
+        [("dp", plan.dp), ("ep", plan.ep), ("cp", plan.cp), ("tp", plan.tp), ("micro_batch", plan.micro_batch), ("micro_batches", plan.micro_batches)]
+    {
         match found {
             0 => return Err(LowerError::Zero { what }),
             1..=MOST => {}
             _ => return Err(LowerError::TooLarge { what, found, most: MOST }),
         }
+    }
+    if !plan.dp.is_multiple_of(plan.ep) {
+        return Err(LowerError::Experts { dp: plan.dp, ep: plan.ep });
     }
     let layers = graph.layer_count();
     if plan.layers.len() != layers as usize {

@@ -2,7 +2,7 @@
 
 use super::fragment::{Fragment, FragmentBucket};
 use super::shard::Sharder;
-use crate::memory::{StateTypes, bucket_elems, in_pieces};
+use crate::memory::{BucketSize, StateTypes, in_pieces};
 use dplan_ir::graph::Graph;
 use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::plan::{Plan, Zero};
@@ -36,21 +36,21 @@ impl<'a> Stage<'a> {
     pub fn types(&self) -> StateTypes {
         StateTypes { compute: self.plan.compute, optimizer: self.plan.optimizer }
     }
-    /// The ZeRO stage of a layer, by position in this stage. One data-parallel rank has nothing to share.
+    /// The ZeRO stage of a layer, by position in this stage. One data rank has nothing to share.
     pub fn zero(&self, at: usize) -> Zero {
-        if self.mesh().dp().is_empty() { Zero(0) } else { self.plan.layer(self.layers[at].layer).zero }
+        if self.mesh().data().is_empty() { Zero(0) } else { self.plan.layer(self.layers[at].layer).zero }
     }
     /// Axes of the mesh that have more than one rank.
     pub fn axes(&self) -> AxisSet {
-        self.mesh().dp().union(self.mesh().tp())
+        self.mesh().data().union(self.mesh().tp())
     }
-    /// Axes over which a role is kept in pieces.
-    pub fn pieces(&self, role: Role, zero: Zero) -> AxisSet {
-        if in_pieces(role, zero) { self.mesh().dp() } else { AxisSet::EMPTY }
+    /// Axes over which a role of a bucket, whose gradients are summed over `data`, is kept in pieces.
+    pub fn pieces(&self, role: Role, zero: Zero, data: AxisSet) -> AxisSet {
+        if in_pieces(role, zero) { data } else { AxisSet::EMPTY }
     }
-    /// Elements of a bucket on one rank, padded.
-    pub fn elems(&self, bucket: &FragmentBucket) -> u64 {
-        bucket_elems(bucket.size(self.graph(), self.mesh(), &self.sharder.padded).elems, self.plan.dp)
+    /// Size of a bucket on one rank.
+    pub fn size(&self, bucket: &FragmentBucket) -> BucketSize {
+        bucket.size(self.graph(), self.mesh(), &self.sharder.padded)
     }
     /// Stages on which the bucket's parameter lives, if there are several.
     pub fn tied(&self, bucket: &FragmentBucket) -> Vec<u32> {

@@ -30,22 +30,22 @@ pub(super) fn norm_scalar(stage: Stage<'_>) -> Option<Scalar> {
 /// After the backward pass of a layer: gradients of this micro-batch from the ring into this rank's piece.
 pub(super) fn scatter(body: &mut Body<'_>, layer: usize) {
     let arena = body.arena;
-    let dp = body.stage.mesh().dp();
     for turned in &arena.layers[layer].scattered {
-        body.flat(Pattern::ReduceScatter, dp, turned.whole, turned.piece);
-        body.issue(Stream::Comm, Instr::AddInto { src: turned.piece, dst: arena.homes[turned.home].own_grad });
+        let home = &arena.homes[turned.home];
+        body.flat(Pattern::ReduceScatter, home.data, turned.whole, turned.piece);
+        body.issue(Stream::Comm, Instr::AddInto { src: turned.piece, dst: home.own_grad });
     }
 }
 
 /// After the last backward pass of a layer: the buckets that no other layer of the stage still adds to.
 pub(super) fn reduce(body: &mut Body<'_>, layer: usize) {
-    let (arena, dp) = (body.arena, body.stage.mesh().dp());
+    let arena = body.arena;
     for home in arena.layers[layer].homes.iter().map(|&h| &arena.homes[h]).filter(|h| h.layers[0] == layer) {
         let bucket = bucket(arena, home);
         let grad = home.roles[&Role::Grad];
         match home.zero.0 {
             0 if bucket.tied.is_empty() => body.flat(Pattern::AllReduce, bucket.partial, grad, grad),
-            1 => body.flat(Pattern::ReduceScatter, dp, grad, home.own_grad),
+            1 => body.flat(Pattern::ReduceScatter, home.data, grad, home.own_grad),
             _ => {}
         }
     }
@@ -56,7 +56,7 @@ pub(super) fn update(body: &mut Body<'_>) {
     loss(body);
     pending(body);
     let scale = norm(body);
-    let (arena, dp) = (body.arena, body.stage.mesh().dp());
+    let arena = body.arena;
     for home in &arena.homes {
         let types = body.stage.types();
         let state = if types.master() == Role::Param { home.own_param } else { home.roles[&types.master()] };
@@ -65,7 +65,7 @@ pub(super) fn update(body: &mut Body<'_>) {
         body.issue(Stream::Compute, Instr::Update { state, grad: home.own_grad, moments, param, scale });
         let whole = home.roles[&Role::Param];
         if whole != home.own_param {
-            body.flat(Pattern::AllGather, dp, home.own_param, whole);
+            body.flat(Pattern::AllGather, home.data, home.own_param, whole);
         }
     }
 }
@@ -81,14 +81,14 @@ fn loss(body: &mut Body<'_>) {
 
 /// What the backward pass left pending.
 fn pending(body: &mut Body<'_>) {
-    let (arena, dp) = (body.arena, body.stage.mesh().dp());
+    let arena = body.arena;
     for home in &arena.homes {
         let bucket = bucket(arena, home);
         // At ZeRO 0 a shared parameter has not been summed at all, others have completely.
         let axes = match home.zero.0 {
             0 if bucket.tied.is_empty() => continue,
             0 => bucket.partial,
-            _ => bucket.partial.minus(dp),
+            _ => bucket.partial.minus(home.data),
         };
         body.flat_across(Pattern::AllReduce, axes, bucket.tied.clone(), home.own_grad, home.own_grad);
     }
@@ -101,7 +101,7 @@ fn norm(body: &mut Body<'_>) -> Option<BufferId> {
     for home in &arena.homes {
         let bucket = bucket(arena, home);
         if bucket.tied.first().is_none_or(|&first| first == stage.index) {
-            let pieces = if home.zero.0 == 0 { AxisSet::EMPTY } else { stage.mesh().dp() };
+            let pieces = if home.zero.0 == 0 { AxisSet::EMPTY } else { home.data };
             let varies = bucket.members[0].sharding.sharded().union(pieces);
             body.issue(Stream::Compute, Instr::SquareSum { src: home.own_grad, dst: norm, once: stage.axes().minus(varies) });
         }

@@ -285,8 +285,16 @@ fn parameter(slot: &Slot, state: &SlotState, shardings: &[Sharding], rates: &Rat
     let mut cost = Cost::default();
     let elems = rates.local(slot.value, home).elems();
     cost.add(PARAMS, elems);
-    let common = if slot.tied { AxisSet::EMPTY } else { common(state, shardings) };
-    if !common.is_empty() {
+    let (data, tp) = (rates.mesh.data(), rates.mesh.tp());
+    let mut common = common(state, shardings);
+    if !common.includes(data.minus(home.sharded())) && state.forward != 0 {
+        // Ranks that see other data would not train it alike.
+        return None;
+    }
+    if slot.tied {
+        common = common.and(data);
+    }
+    if common.intersects(tp) {
         cost.add(PARTIAL, elems);
     }
     let accumulator = rates.graph.values[slot.value].ty.dtype.accumulator();

@@ -23,9 +23,10 @@ use crate::memory::{BucketSize, LayerBytes};
 use crate::padding;
 use crate::prices::Offer;
 use crate::units::Nanos;
+use dplan_ir::data::data_dims;
 use dplan_ir::entity::{DimId, ParamId, ValueId};
 use dplan_ir::graph::Graph;
-use dplan_ir::mesh::{AxisSet, Mesh};
+use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
 use dplan_ir::plan::{Gathered, LayerPlan, Recompute, Zero};
 use dplan_ir::rule::Assignment;
 use dplan_ir::sharding::{Padded, Sharding, local_type};
@@ -39,29 +40,30 @@ pub struct Pricing<'a> {
     /// Differentiated, its values typed in the compute type.
     pub graph: &'a Graph,
     pub machine: &'a Machine,
-    /// `Mesh::new(1, tp)`: a micro-batch of one data-parallel rank.
+    /// `ep × cp × tp`: what else data parallelism does is nothing to a micro-batch.
     pub mesh: Mesh,
     /// Sequences of a micro-batch on one data-parallel rank.
     pub micro_batch: u64,
     /// Dim of every layer boundary that the tensor-parallel axes shard.
     pub boundary: Option<u32>,
-    /// Size of every dim on the machine, `batch` = `micro_batch`. Strategies are those that these sizes allow.
+    /// Size of every dim on the machine; of the batch, that of `ep` micro-batches. Strategies are those that these sizes allow.
     pub padded: Padded,
 }
 
 impl<'a> Pricing<'a> {
     /// One pricing for each way of padding ([`padding::candidates`]), the least padding first.
     pub fn all(graph: &'a Graph, machine: &'a Machine, tp: u64, micro_batch: u64, boundary: Option<u32>) -> Vec<Pricing<'a>> {
-        let paddings = padding::candidates(graph, &Mesh::new(1, tp));
-        paddings.into_iter().map(|padded| Pricing::new(graph, machine, tp, micro_batch, boundary, padded)).collect()
+        let degrees = Degrees { tp, ..Degrees::ONE };
+        let paddings = padding::candidates(graph, &Mesh::of(degrees));
+        paddings.into_iter().map(|padded| Pricing::new(graph, machine, degrees, micro_batch, boundary, padded)).collect()
     }
 
-    /// The pricing under one of the [`padding::candidates`] for `tp` ranks.
-    pub fn new(graph: &'a Graph, machine: &'a Machine, tp: u64, micro_batch: u64, boundary: Option<u32>, mut padded: Padded) -> Pricing<'a> {
+    /// The pricing under one of the [`padding::candidates`] for these degrees, of which `dp` does not matter.
+    pub fn new(graph: &'a Graph, machine: &'a Machine, degrees: Degrees, micro_batch: u64, boundary: Option<u32>, mut padded: Padded) -> Pricing<'a> {
         if let Some(batch) = graph.batch {
-            padded.0[batch] = micro_batch;
+            padded.0[batch] = micro_batch * degrees.ep;
         }
-        Pricing { graph, machine, mesh: Mesh::new(1, tp), micro_batch, boundary, padded }
+        Pricing { graph, machine, mesh: Mesh::of(Degrees { dp: degrees.ep, ..degrees }), micro_batch, boundary, padded }
     }
 
     /// Padded size of a dim.
@@ -71,16 +73,14 @@ impl<'a> Pricing<'a> {
 
     /// How a value crosses from a layer to the next; nothing if it has no such dim, or one that does not divide.
     pub fn boundary_sharding(&self, value: ValueId) -> Option<Sharding> {
-        let dims = &self.graph.values[value].ty.dims;
-        let mut sharding = Sharding::replicated(dims.len());
+        let mut axes = data_dims(self.graph, value, &self.mesh);
         if let Some(at) = self.boundary {
-            let &dim = dims.get(at as usize)?;
-            if !self.size(dim).is_multiple_of(self.mesh.size(self.mesh.tp())) {
-                return None;
-            }
-            sharding.dims[at as usize] = self.mesh.tp();
+            let dim = axes.get_mut(at as usize)?;
+            *dim = dim.union(self.mesh.tp());
         }
-        Some(sharding)
+        let dims = &self.graph.values[value].ty.dims;
+        let divides = dims.iter().zip(&axes).all(|(&dim, &axes)| self.size(dim).is_multiple_of(self.mesh.size(axes)));
+        divides.then(|| Sharding::of_dims(axes))
     }
 }
 
@@ -155,12 +155,12 @@ impl Blueprint {
 
     /// All of a pricing that this layer's options depend on, machine and graph aside: pricings alike in it have the same options.
     pub fn key(&self, pricing: &Pricing<'_>) -> Key {
-        (pricing.mesh.ranks(), pricing.boundary, self.dims.iter().map(|&d| pricing.size(d)).collect())
+        (pricing.mesh.clone(), pricing.boundary, self.dims.iter().map(|&d| pricing.size(d)).collect())
     }
 }
 
-/// Tensor-parallel ranks, boundary, and the size of each dim of a layer.
-pub type Key = (u64, Option<u32>, Vec<u64>);
+/// Mesh, boundary, and the size of each dim of a layer.
+pub type Key = (Mesh, Option<u32>, Vec<u64>);
 
 /// Parameters sharded over the same axes, whose gradients wait for the same axes, share a bucket; a tied one stays alone.
 fn buckets(pricing: &Pricing<'_>, stored: &[(ParamId, Sharding, AxisSet)], tied: impl Fn(ParamId) -> bool) -> Vec<BucketSize> {
@@ -168,10 +168,10 @@ fn buckets(pricing: &Pricing<'_>, stored: &[(ParamId, Sharding, AxisSet)], tied:
     for (param, sharding, partial) in stored {
         let ty = &pricing.graph.values[pricing.graph.params[*param].value].ty;
         let elems = local_type(ty, sharding, &pricing.padded, &pricing.mesh).elems();
-        let (axes, tied) = (sharding.sharded(), tied(*param));
-        match found.iter_mut().find(|(a, b)| !b.tied && !tied && (*a, b.partial) == (axes, *partial)) {
+        let (axes, tied, partial) = (sharding.sharded(), tied(*param), partial.and(pricing.mesh.tp()));
+        match found.iter_mut().find(|(a, b)| !b.tied && !tied && (*a, b.partial) == (axes, partial)) {
             Some((_, bucket)) => bucket.elems += elems,
-            None => found.push((axes, BucketSize { elems, partial: *partial, tied })),
+            None => found.push((axes, BucketSize { elems, partial, spread: axes.and(pricing.mesh.data()), tied })),
         }
     }
     found.into_iter().map(|(_, bucket)| bucket).collect()

@@ -8,6 +8,7 @@ use super::form::{
 };
 use crate::strategy::{follow, strategies};
 use dplan_ir::cost::workspace_bytes;
+use dplan_ir::data::data_split;
 use dplan_ir::entity::{ParamId, ValueId};
 use dplan_ir::mesh::AxisSet;
 use dplan_ir::op::Op as GraphOp;
@@ -194,7 +195,7 @@ impl<'p> Net<'p> {
     fn op(&mut self, step: &Step, op: &Op, choice: &mut Choice) -> Option<(u64, u64)> {
         let graph = self.pricing.graph;
         let node = &graph.nodes[op.node];
-        let place = op.rule.place(&choice.assignment);
+        let place = op.rule.place(&choice.assignment.and(&data_split(graph, node, &op.rule, &self.pricing.mesh)));
         let derived = op.node != step.forward.node;
         for (&slot, sharding) in op.ins.iter().zip(&place.ins) {
             let number = self.seen[slot].sharding(sharding)?;
@@ -236,7 +237,7 @@ impl<'p> Net<'p> {
         let base = states[slot].base;
         let (choices, made) = (&self.choices[at], &self.seen[slot].shardings[usize::from(base)]);
         let find = || {
-            let wanted = follow(&self.blueprint.steps[at].forward.rule, &made.dims);
+            let wanted = follow(&self.blueprint.steps[at].forward.rule, &made.dims, self.pricing.mesh.tp());
             choices.iter().position(|c| c.assignment == wanted)
         };
         self.followers.entry((at, base)).or_insert_with(find).map_or(all, |c| c..c + 1)
@@ -347,7 +348,7 @@ impl<'p> Net<'p> {
         for (slot, state) in states {
             if let Kind::Param(param) = self.blueprint.slots[slot].kind {
                 let shardings = &self.seen[slot].shardings;
-                let waits = if self.blueprint.slots[slot].tied { AxisSet::EMPTY } else { common(&state, shardings) };
+                let waits = common(&state, shardings).minus(if self.blueprint.slots[slot].tied { self.pricing.mesh.tp() } else { AxisSet::EMPTY });
                 stored.push((param, shardings[usize::from(state.base)].clone(), waits));
             }
         }

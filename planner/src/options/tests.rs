@@ -262,7 +262,7 @@ fn follows(pricing: &Pricing<'_>, layer: u32, strategy: &[Assignment]) -> bool {
         let node = &graph.nodes[id];
         let made = node.inputs.first().filter(|_| is_follower(&node.op)).and_then(|&v| place(v));
         made.is_none_or(|made| {
-            let wanted = follow(&node_rule(graph, node), &made);
+            let wanted = follow(&node_rule(graph, node), &made, pricing.mesh.tp());
             *assignment == wanted || !strategies(graph, node, &pricing.mesh, &pricing.padded).contains(&wanted)
         })
     })

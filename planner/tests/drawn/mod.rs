@@ -1,7 +1,7 @@
 //! Prices drawn at random: small instances with every feature of real ones (tied layers, several classes, options that trade time for memory).
 
 use dplan_ir::dtype::DType;
-use dplan_ir::mesh::{AxisId, AxisSet, Mesh};
+use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::plan::{Clip, Gathered, Recompute};
 use dplan_ir::program::Pattern;
@@ -107,7 +107,8 @@ impl Prices for Drawn {
     fn offers(&mut self, class: u32, shape: Shape) -> Rc<[Offer]> {
         let (seed, most, tied) = (self.seed, self.most_offers, self.tied.contains(&class));
         let draw = || {
-            let code = [u64::from(class), shape.tp, shape.micro_batch, u64::from(shape.boundary.is_some()), u64::from(shape.padding)];
+            let code =
+                [u64::from(class), shape.tp, shape.cp, shape.ep, shape.micro_batch, u64::from(shape.boundary.is_some()), u64::from(shape.padding)];
             let mut dice = Dice(code.iter().fold(seed, |s, c| Dice(s ^ c.wrapping_mul(0x1234_5678_9abc_def1)).next()));
             if dice.one_in(25) {
                 return Vec::new();
@@ -116,6 +117,14 @@ impl Prices for Drawn {
             (0..dice.within(1, most)).map(|_| offer(&mut dice, shape, width, size, tied)).collect()
         };
         Rc::clone(self.known.entry((class, shape)).or_insert_with(|| draw().into()))
+    }
+    fn contexts(&self, ranks: u64) -> Vec<u64> {
+        let most = [1, 1, 2, 4][(self.seed % 4) as usize];
+        (1..=most).filter(|cp| ranks.is_multiple_of(*cp)).collect()
+    }
+    fn experts(&self, ranks: u64) -> Vec<u64> {
+        let most = [1, 4, 1, 2, 1][(self.seed % 5) as usize];
+        (1..=most).filter(|ep| ranks.is_multiple_of(*ep)).collect()
     }
     fn floor(&mut self, _: u32, _: u64, _: u64) -> Nanos {
         Nanos(30)
@@ -137,14 +146,20 @@ impl Prices for Drawn {
 }
 
 fn offer(dice: &mut Dice, shape: Shape, width: u64, size: u64, tied: bool) -> Offer {
-    let partial = if shape.tp > 1 && dice.one_in(3) { AxisSet::one(AxisId(1)) } else { AxisSet::EMPTY };
-    let split = if dice.one_in(2) { shape.tp } else { 1 };
-    let mut buckets = vec![BucketSize { elems: size.div_ceil(split), partial, tied: false }];
-    let cut = if shape.tp > 1 && dice.one_in(2) { AxisSet::one(AxisId(1)) } else { AxisSet::EMPTY };
-    if tied {
-        buckets.push(BucketSize { elems: 2000 / if cut.is_empty() { 1 } else { shape.tp }, partial: AxisSet::EMPTY, tied: true });
+    let mesh = Mesh::of(Degrees { dp: shape.ep, ep: shape.ep, cp: shape.cp, tp: shape.tp });
+    let first: AxisSet = mesh.tp().iter().take(1).collect();
+    let partial = if dice.one_in(3) { first } else { AxisSet::EMPTY };
+    let split = shape.cp * if dice.one_in(2) { shape.tp } else { 1 };
+    let mut buckets = vec![BucketSize { elems: size.div_ceil(split), partial, spread: AxisSet::EMPTY, tied: false }];
+    if !mesh.ep().is_empty() && dice.one_in(2) {
+        buckets.push(BucketSize { elems: dice.within(1, 2000) / shape.ep, partial, spread: mesh.ep(), tied: false });
     }
-    let talk = if shape.tp > 1 { dice.within(0, width * shape.micro_batch) } else { 0 };
+    let cut = if dice.one_in(2) { first } else { AxisSet::EMPTY };
+    if tied {
+        let elems = 2000 / if cut.is_empty() { 1 } else { shape.tp };
+        buckets.push(BucketSize { elems, partial: AxisSet::EMPTY, spread: AxisSet::EMPTY, tied: true });
+    }
+    let talk = if shape.tp * shape.cp > 1 { dice.within(0, width * shape.micro_batch) } else { 0 };
     let forward = width * shape.micro_batch / split + talk + dice.within(20, 100);
     let recompute = if dice.one_in(2) { Recompute::Full } else { Recompute::None };
     let backward = 2 * forward + if recompute == Recompute::Full { forward } else { 0 };

@@ -2,6 +2,7 @@
 #![allow(dead_code)]
 
 use dplan_ir::build::Builder;
+use dplan_ir::data::data_split;
 use dplan_ir::dtype::DType;
 use dplan_ir::entity::{DimId, ValueId};
 use dplan_ir::extent::node_rule;
@@ -85,7 +86,7 @@ pub fn graph(m: &Model) -> Graph {
     let mut dim = |name: &str, size| b.dim(name, size);
     let (n, s, h, g, r, d) = (dim("b", m.batch), dim("s", m.seq), dim("h", 6), dim("g", m.kv_heads), dim("r", m.group), dim("d", 4));
     let (f, v, p, e) = (dim("f", 10), dim("v", m.vocab), dim("p", m.seq + 1), dim("e", 4));
-    b.graph.batch = Some(n);
+    (b.graph.batch, b.graph.sequence) = (Some(n), Some(s));
     let tokens = b.input("tokens", DType::I32, &[n, s]);
     let targets = b.input("targets", DType::I32, &[n, s]);
     let normal = Init::Normal { std: 0.4 };
@@ -181,6 +182,7 @@ pub fn strategy(graph: &Graph, mesh: &Mesh, layer: u32, dice: &mut Dice) -> Vec<
     let mut all = Vec::new();
     for (_, node) in graph.forward_nodes().filter(|(_, n)| n.layer == layer) {
         let rule = node_rule(graph, node);
+        let data = data_split(graph, node, &rule, mesh);
         let mut assignment = Assignment::default();
         let routed = node.inputs.iter().chain(&node.outputs).any(|&v| graph.values[v].ty.layout != Layout::Dense);
         let shared = node.inputs.iter().any(|&v| graph.values[v].name == "table");
@@ -204,10 +206,7 @@ pub fn strategy(graph: &Graph, mesh: &Mesh, layer: u32, dice: &mut Dice) -> Vec<
                 with.assign(label, axes);
                 let sides = rule.ins.iter().chain(rule.outs.iter().map(|(l, _)| l)).zip(node.inputs.iter().chain(&node.outputs));
                 let mut dims = sides.flat_map(|(l, &v)| l.iter().zip(&graph.values[v].ty.dims)).filter(|(l, _)| **l == label).map(|(_, &d)| d);
-                dims.all(|d| {
-                    let data = if graph.batch == Some(d) { mesh.size(mesh.dp()) } else { 1 };
-                    free[d] || graph.size(d).is_multiple_of(data * mesh.size(with.axes(label)))
-                })
+                dims.all(|d| free[d] || graph.size(d).is_multiple_of(mesh.size(data.axes(label)) * mesh.size(with.axes(label))))
             };
             if fits {
                 assignment.assign(label, axes);
@@ -228,9 +227,10 @@ pub struct Degrees {
 
 /// A legal plan for a graph whose batch is `dp · micro_batch`.
 pub fn plan(graph: &Graph, degrees: Degrees, dice: &mut Dice) -> Plan {
-    let mesh = Mesh::new(degrees.dp, degrees.tp);
+    let cp = if dice.one_in(3) { 2 } else { 1 };
+    let mesh = Mesh::of(dplan_ir::mesh::Degrees { dp: degrees.dp, ep: 1, cp, tp: degrees.tp });
     let layers = graph.layer_count();
-    let boundary = if 4 % degrees.tp == 0 && dice.one_in(2) { Some(1) } else { None };
+    let boundary = if 4 % (cp * degrees.tp) == 0 && dice.one_in(2) { Some(1) } else { None };
     let tied_zero = dice.roll(4) as u8;
     let options: Vec<LayerPlan> = (0..layers)
         .map(|layer| LayerPlan {
@@ -251,6 +251,8 @@ pub fn plan(graph: &Graph, degrees: Degrees, dice: &mut Dice) -> Plan {
     cuts.sort_unstable();
     let mut plan = Plan {
         dp: degrees.dp,
+        ep: 1,
+        cp,
         tp: degrees.tp,
         micro_batch: graph.size(graph.batch.unwrap()) / degrees.dp,
         micro_batches: degrees.micro_batches,

@@ -371,6 +371,9 @@ impl<'a> Reader<'a> {
         let loss = second.value_of.get(&loss).copied();
         let mut graph = second.builder.graph;
         (graph.batch, graph.loss) = (batch, loss);
+        // Tokens are batches of sequences.
+        let second = graph.inputs.first().and_then(|&tokens| graph.values[tokens].ty.dims.get(1).copied());
+        graph.sequence = second.filter(|&dim| graph.batch != Some(dim));
         // The order in which nodes were written matters no more than names do.
         let tagged = self.nodes.iter().any(|n| n.layer.is_some());
         Ok(layers::canonicalize(&if tagged { graph } else { layers::detect(&graph) }))

@@ -55,7 +55,7 @@ impl Net {
             f: builder.dim("f", sizes.ffn),
             v: builder.dim("v", sizes.vocab),
         };
-        builder.graph.batch = Some(b);
+        (builder.graph.batch, builder.graph.sequence) = (Some(b), Some(s));
         let tokens = builder.input("tokens", DType::I32, &[b, s]);
         let targets = builder.input("targets", DType::I32, &[b, s]);
         let (file, dtype, std) = (context.config.file().into(), context.options.compute, context.init_std()?);

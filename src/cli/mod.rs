@@ -7,6 +7,7 @@ mod args;
 mod cat;
 mod compile;
 mod explain;
+mod inspect;
 mod model;
 mod output;
 mod progress;
@@ -34,6 +35,7 @@ enum Command {
     Verify(verify::Args),
     Run(run::Args),
     Trace(trace::Args),
+    Inspect(inspect::Args),
     Cat(cat::Args),
     Schema(schema::Args),
 }
@@ -82,6 +84,7 @@ pub fn main() -> ExitCode {
         Command::Verify(args) => verify::run(args),
         Command::Run(args) => run::run(args),
         Command::Trace(args) => trace::run(args),
+        Command::Inspect(args) => inspect::run(args),
         Command::Cat(args) => cat::run(args),
         Command::Schema(args) => schema::run(args),
     };

@@ -20,7 +20,7 @@ fn check(arch: &str) {
     let (grads, last) = (tensors(&oracle.join("grads_step0.safetensors")), tensors(&oracle.join("final.safetensors")));
     let dir = scratch(&format!("oracle-{arch}"));
     let mut wrong = Vec::new();
-    for (name, ranks, pins) in PLANS {
+    for (name, ranks, pins) in PLANS.iter().filter(|p| arch == "mixtral" || !p.2.contains("ep=")) {
         let (plan, g, f) = (dir.join("plan.json"), dir.join("grads.safetensors"), dir.join("final.safetensors"));
         let path = |p: &Path| p.to_str().unwrap().to_string();
         let cluster = format!("cpu:{ranks}");

@@ -28,9 +28,9 @@ pub const ATTENTION_ROWS: u64 = 64;
 
 /// Cost of one run of `op` on blocks of the given types.
 pub fn op_cost(op: &Op, ins: &[&LocalType], outs: &[&LocalType]) -> OpCost {
-    let bytes: u64 = ins.iter().chain(outs).map(|t| t.bytes()).sum();
+    let bytes: u64 = ins.iter().chain(outs).map(|t| t.used_elems() * t.dtype.size()).sum();
     let vector = |per_element: u64| {
-        let elems = ins.iter().chain(outs).map(|t| t.elems()).max().unwrap_or(0);
+        let elems = ins.iter().chain(outs).map(|t| t.used_elems()).max().unwrap_or(0);
         OpCost { flops: per_element * elems, bytes, unit: Unit::Vector }
     };
     match op {
@@ -51,7 +51,7 @@ pub fn op_cost(op: &Op, ins: &[&LocalType], outs: &[&LocalType]) -> OpCost {
                 labels.into_iter().map(size).product::<u64>()
             };
             let (m, n, k, batch) = (role(true, false, true), role(false, true, true), role(true, true, false), role(true, true, true));
-            // Routed products touch min(k, e) of e experts for each token, so each expert sees that share of the tokens.
+            // Routed products touch k of all experts for each token, so each expert sees that share of the tokens.
             let (m, k) = match routed(ins, outs) {
                 Some((chosen, experts)) => {
                     let share = |tokens: u64| (tokens * chosen.min(experts)).div_ceil(experts.max(1));
@@ -95,10 +95,10 @@ pub fn workspace_bytes(op: &Op, ins: &[&LocalType]) -> u64 {
     }
 }
 
-/// `(k, local experts)` if any block is in top-k layout.
+/// `(k, experts of all ranks)` if any block is in top-k layout.
 fn routed(ins: &[&LocalType], outs: &[&LocalType]) -> Option<(u64, u64)> {
     ins.iter().chain(outs).find_map(|t| match t.layout {
-        Layout::TopK { k } => Some((k, t.dims[2])),
+        Layout::TopK { k } => Some((k, t.experts)),
         Layout::Dense => None,
     })
 }
@@ -109,9 +109,10 @@ fn attention(mask: Mask, ins: &[&LocalType], per_pair: u64, bytes: u64) -> OpCos
     let (queries, keys) = (q.dims[1], k.dims[1]);
     let heads = q.dims[0] * q.dims[2] * q.dims[3];
     let width = (q.dims[4] + v.dims[3]).div_ceil(2);
+    // Of ranks that have a block of the queries each, the one with the last block sees most.
     let mut pairs = queries * keys;
     if mask.causal {
-        pairs = pairs.div_ceil(2);
+        pairs -= queries * (queries.min(keys).saturating_sub(1)) / 2;
     }
     if let Some(window) = mask.window {
         pairs = pairs.min(queries * window);

@@ -3,7 +3,8 @@
 //! Data axes ([`Mesh::data`]) split what a step is fed with, the same way for every op:
 //! - `dp` and `ep` split the batch dim;
 //! - `cp` splits the sequence dim, wherever the op lets it: the keys of an attention are another factor than its queries and stay whole;
-//! - of an op that runs expert by expert ([`experts`]), `ep` splits the experts instead, so its rows come and go by all-to-all.
+//! - of an op on the rows of experts ([`experts`]), `ep` splits the experts instead: its tokens are gathered over `ep`, each rank routes those that its own
+//!   experts get, and their contributions are summed and scattered back. Packed rows never travel.
 //!
 //! Results of an op that lacks a factor so split wait for a sum, like any other: that is what makes gradients sums over data axes.
 
@@ -40,15 +41,12 @@ pub fn data_dims(graph: &Graph, value: ValueId, mesh: &Mesh) -> Vec<AxisSet> {
     graph.values[value].ty.dims.iter().map(|&dim| axes(dim)).collect()
 }
 
-/// The expert factor of a forward node that works expert by expert: every operand and result has it, and one of them is routed.
+/// The expert factor of a forward node that has rows of experts among its operands or results.
 pub fn experts(graph: &Graph, node: &Node) -> Option<Label> {
-    let routed = |&&value: &&_| graph.values[value].ty.layout != Layout::Dense;
+    let routed = |&&value: &&ValueId| graph.values[value].ty.layout != Layout::Dense;
     let dim = graph.values[*node.inputs.iter().chain(&node.outputs).find(routed)?].ty.dims[2];
     let rule = node_rule(graph, node);
-    let label = labels(graph, node, &rule, dim).next()?;
-    let has = |labels: &Vec<Label>| labels.contains(&label);
-    let everywhere = rule.ins.iter().all(has) && rule.outs.iter().all(|(labels, _)| has(labels));
-    (everywhere && rule.factor(label).is_some_and(|f| f.split != Split::Whole)).then_some(label)
+    labels(graph, node, &rule, dim).find(|&label| rule.factor(label).is_some_and(|f| f.split != Split::Whole))
 }
 
 /// The letters that stand for a dim in a node.

@@ -91,9 +91,21 @@ pub struct LocalType {
     pub dtype: crate::dtype::DType,
     pub dims: Vec<u64>,
     pub layout: Layout,
+    /// Of a value in top-k layout: the experts of all ranks together.
+    pub experts: u64,
 }
 
 impl LocalType {
+    /// Elements that are used if every expert gets its share of the rows: there is room for the worst case ([`LocalType::elems`]).
+    pub fn used_elems(&self) -> u64 {
+        match self.layout {
+            Layout::Dense => self.elems(),
+            Layout::TopK { k } => {
+                let chosen = self.dims[0] * self.dims[1] * k.min(self.experts) * self.dims[2];
+                chosen.div_ceil(self.experts.max(1)) * self.dims[3..].iter().product::<u64>()
+            }
+        }
+    }
     /// Elements stored. A top-k value stores `tokens × min(k, experts)` rows, sorted by expert.
     pub fn elems(&self) -> u64 {
         match self.layout {
@@ -119,5 +131,6 @@ pub fn local_type(ty: &Type, sharding: &Sharding, padded: &Padded, mesh: &Mesh) 
         assert!(size % ways == 0, "{dim} of size {size} is not divisible by {ways}");
         size / ways
     });
-    LocalType { dtype: ty.dtype, dims: dims.collect(), layout: ty.layout }
+    let experts = if ty.layout == Layout::Dense { 0 } else { padded.size(ty.dims[2]) };
+    LocalType { dtype: ty.dtype, dims: dims.collect(), layout: ty.layout, experts }
 }

@@ -83,7 +83,7 @@ pub fn check(problem: &Problem, prices: &mut dyn Prices, objective: u64, closed:
                 faults.push(Fault::Low { tuple, claimed, objective })
             }
             How::Floor(claimed) => {
-                let found = quickest(problem, &tuple, |class| prices.floor(class, tuple.cp * tuple.tp, tuple.micro_batch).0);
+                let found = quickest(problem, &tuple, |class| prices.floor(class, tuple.cp * tuple.tp * tuple.ep, tuple.micro_batch).0);
                 record(&mut checked, &mut faults, tuple, claimed, found, objective);
             }
             How::Trend(claimed) => {

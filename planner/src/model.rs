@@ -14,7 +14,7 @@ use crate::prices::{Links, Offer, Prices, Shape};
 use crate::space::divisors;
 use crate::units::{Bytes, Nanos};
 use dplan_ir::entity::ValueId;
-use dplan_ir::graph::Graph;
+use dplan_ir::graph::{Graph, Layout};
 use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
 use dplan_ir::program::Pattern;
 use dplan_ir::sharding::{Padded, local_type};
@@ -30,6 +30,8 @@ pub struct Model<'a> {
     blueprints: BTreeMap<u32, Blueprint>,
     /// The value that each layer but the last hands on.
     crossing: Vec<ValueId>,
+    /// The number that all numbers of experts are multiples of, if there are experts.
+    experts: Option<u64>,
     /// Ways of padding, by tp.
     padded: BTreeMap<u64, Rc<[Padded]>>,
     offers: BTreeMap<(u32, Shape), Rc<[Offer]>>,
@@ -54,6 +56,7 @@ impl<'a> Model<'a> {
             classes,
             blueprints,
             crossing: graph.boundaries(),
+            experts: routed_experts(graph),
             padded: BTreeMap::new(),
             offers: BTreeMap::new(),
             priced: BTreeMap::new(),
@@ -70,6 +73,16 @@ impl<'a> Model<'a> {
         let degrees = Degrees { dp: shape.ep, ep: shape.ep, cp: shape.cp, tp: shape.tp };
         Some(Pricing::new(self.graph, self.machine, degrees, shape.micro_batch, shape.boundary, padded))
     }
+}
+
+/// The greatest common divisor of the sizes of all expert dims.
+fn routed_experts(graph: &Graph) -> Option<u64> {
+    let routed = graph.values.values().filter(|v| v.ty.layout != Layout::Dense);
+    routed.map(|v| graph.size(v.ty.dims[2])).reduce(gcd)
+}
+
+fn gcd(a: u64, b: u64) -> u64 {
+    if b == 0 { a } else { gcd(b, a % b) }
 }
 
 impl std::fmt::Debug for Model<'_> {
@@ -137,7 +150,7 @@ impl Prices for Model<'_> {
     }
 
     fn experts(&self, ranks: u64) -> Vec<u64> {
-        divisors(ranks).filter(|&ep| ep == 1).collect()
+        divisors(ranks).filter(|ep| self.experts.is_some_and(|experts| experts.is_multiple_of(*ep)) || *ep == 1).collect()
     }
 
     fn trend(&mut self, class: u32, shape: Shape, largest: u64) -> Nanos {

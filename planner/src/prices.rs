@@ -54,7 +54,7 @@ pub trait Prices: Links {
     fn paddings(&mut self, tp: u64) -> u32;
     /// All ways of running a layer worth considering, or none if the shape is impossible for it.
     fn offers(&mut self, class: u32, shape: Shape) -> Rc<[Offer]>;
-    /// No offer of the class takes less than this, forward and backward, on so many ranks that share a micro-batch by tensor and context parallelism, whatever
+    /// No offer of the class takes less than this, forward and backward, on so many ranks that share a micro-batch by tensor, context and expert parallelism, whatever
     /// boundary and padding: found without pricing offers.
     fn floor(&mut self, class: u32, ranks: u64, micro_batch: u64) -> Nanos;
     /// Degrees of context parallelism that the model's sequences allow.

@@ -38,9 +38,9 @@ impl Tuple {
     pub fn mesh(&self) -> Mesh {
         Mesh::of(self.degrees())
     }
-    /// Ranks that share the work of one micro-batch on a stage.
+    /// Ranks that share some of the work of one micro-batch on a stage.
     pub fn sharers(&self) -> u64 {
-        self.cp * self.tp
+        self.ep * self.cp * self.tp
     }
     /// Micro-batches whose activations a stage holds.
     pub fn in_flight(&self, stage: u64) -> u64 {

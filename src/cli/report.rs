@@ -131,9 +131,11 @@ pub fn choice(file: &PlanFile) -> String {
         Some(d) => format!(" with dim {d} of layer boundaries sharded"),
         None => String::new(),
     };
+    let degree = |name: &str, n: u64| if n > 1 { format!(" · {name} {n}") } else { String::new() };
+    let shared = degree("ep", plan.ep) + &degree("cp", plan.cp);
     let _ = writeln!(
         out,
-        "plan        dp {} · tp {}{sp} · pp {}, {} of {} micro-batches of {}",
+        "plan        dp {}{shared} · tp {}{sp} · pp {}, {} of {} micro-batches of {}",
         plan.dp,
         plan.tp,
         plan.pp(),

@@ -3,7 +3,7 @@
 use crate::dtype::DType;
 use crate::entity::{ParamId, Table, ValueId};
 use crate::extent::whole_context;
-use crate::graph::{Def, Graph};
+use crate::graph::{Def, Graph, Layout};
 use crate::interp::{Tensor, op};
 use crate::optimizer::{Optimizer, StepScalars, adamw, clip_scale, sgd};
 use crate::sharding::LocalType;
@@ -120,5 +120,7 @@ fn update(param: &mut Tensor, grad: &Tensor, scale: f64, moments: &mut [Tensor],
 
 /// The type of a whole value on one device, in the interpreter's arithmetic.
 fn whole_type(graph: &Graph, value: ValueId) -> LocalType {
-    LocalType { dtype: DType::F64, dims: graph.shape(value), layout: graph.values[value].ty.layout }
+    let (dims, layout) = (graph.shape(value), graph.values[value].ty.layout);
+    let experts = if layout == Layout::Dense { 0 } else { dims[2] };
+    LocalType { dtype: DType::F64, dims, layout, experts }
 }

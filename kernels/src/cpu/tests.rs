@@ -141,6 +141,7 @@ fn check(case: &Case, dtype: DType, write: Write, tolerance: f64) {
         dtype,
         dims: labels.iter().map(|&l| extent(l).len).collect(),
         layout: if labels.len() > 3 && labels.starts_with(&['b', 's', 'e']) { Layout::TopK { k: TOP_K } } else { Layout::Dense },
+        experts: if labels.len() > 2 { extent(labels[2]).logical } else { 0 },
     };
     let is_index = |at: usize| matches!((op, at), (Op::Embed | Op::CeStats | Op::CeStatsGrad, 1) | (Op::EmbedGrad, 0));
     let in_types: Vec<LocalType> = rule.ins.iter().enumerate().map(|(i, l)| local(l, if is_index(i) { DType::I32 } else { dtype })).collect();
@@ -240,7 +241,7 @@ fn products_with_nothing_to_sum_are_zero() {
 
 #[test]
 fn a_spec_that_is_no_matrix_product_is_refused() {
-    let ty = |dims: &[u64]| LocalType { dtype: DType::F32, dims: dims.to_vec(), layout: Layout::Dense };
+    let ty = |dims: &[u64]| LocalType { dtype: DType::F32, dims: dims.to_vec(), layout: Layout::Dense, experts: 0 };
     let refuse = |op: &Op, l: &[u64], r: &[u64], o: &[u64], why: &str| {
         let error = Kernel::prepare(op, &OpContext::default(), &[ty(l), ty(r)], &[ty(o)]).expect_err("refused").to_string();
         assert!(error.contains(why), "{error}");

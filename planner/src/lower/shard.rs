@@ -4,7 +4,7 @@ use super::LowerError;
 use super::fragment::Fragment;
 use super::layer::shard_one;
 use crate::padding;
-use dplan_ir::data::data_dims;
+use dplan_ir::data::{data_dims, data_split};
 use dplan_ir::entity::{DimId, FormId, NodeId, ParamId, Table, ValueId};
 use dplan_ir::extent::node_rule;
 use dplan_ir::graph::{Graph, Node, Phase};
@@ -162,6 +162,8 @@ pub fn shard(graph: &Graph, plan: &Plan) -> Result<Sharded, LowerError> {
 pub fn plan_padding(graph: &Graph, mesh: &Mesh, plan: &Plan) -> Result<Padded, LowerError> {
     let mut uses: Vec<(DimId, AxisSet)> = Vec::new();
     let mut seen = Vec::new();
+    // Batches are never padded.
+    let shared = mesh.ep().union(mesh.cp());
     for (at, layer) in spans(graph).into_iter().enumerate() {
         let strategy = &plan.layer(at as u32).strategy;
         let nodes = layer[0].len();
@@ -169,11 +171,12 @@ pub fn plan_padding(graph: &Graph, mesh: &Mesh, plan: &Plan) -> Result<Padded, L
             return Err(LowerError::Strategy { layer: at as u32, nodes, found: strategy.len() });
         }
         for (node, assignment) in layer[0].clone().zip(strategy) {
-            if assignment.0.is_empty() {
+            if assignment.0.is_empty() && shared.is_empty() {
                 continue;
             }
             let node = &graph.nodes[NodeId(node)];
             let rule = node_rule(graph, node);
+            let assignment = if shared.is_empty() { assignment.clone() } else { assignment.and(&data_split(graph, node, &rule, mesh)) };
             let sides = rule.ins.iter().chain(rule.outs.iter().map(|(l, _)| l)).zip(node.inputs.iter().chain(&node.outputs));
             for (labels, &value) in sides {
                 uses.extend(labels.iter().zip(&graph.values[value].ty.dims).map(|(&l, &d)| (d, assignment.axes(l))).filter(|(_, a)| !a.is_empty()));

@@ -228,7 +228,9 @@ pub struct Degrees {
 /// A legal plan for a graph whose batch is `dp · micro_batch`.
 pub fn plan(graph: &Graph, degrees: Degrees, dice: &mut Dice) -> Plan {
     let cp = if dice.one_in(3) { 2 } else { 1 };
-    let mesh = Mesh::of(dplan_ir::mesh::Degrees { dp: degrees.dp, ep: 1, cp, tp: degrees.tp });
+    // Four experts, if any.
+    let ep = if degrees.dp.is_multiple_of(2) && dice.one_in(2) { 2 } else { 1 };
+    let mesh = Mesh::of(dplan_ir::mesh::Degrees { dp: degrees.dp, ep, cp, tp: degrees.tp });
     let layers = graph.layer_count();
     let boundary = if 4 % (cp * degrees.tp) == 0 && dice.one_in(2) { Some(1) } else { None };
     let tied_zero = dice.roll(4) as u8;
@@ -251,7 +253,7 @@ pub fn plan(graph: &Graph, degrees: Degrees, dice: &mut Dice) -> Plan {
     cuts.sort_unstable();
     let mut plan = Plan {
         dp: degrees.dp,
-        ep: 1,
+        ep,
         cp,
         tp: degrees.tp,
         micro_batch: graph.size(graph.batch.unwrap()) / degrees.dp,

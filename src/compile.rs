@@ -113,6 +113,7 @@ fn plan_and_lower(graph: &Graph, classes: &[u32], request: Request<'_>, dump: &D
     let prediction = predict(graph, classes, machine, &answer.plan)?;
     let mut graph = graph.clone();
     graph.set_batch(answer.plan.dp * answer.plan.micro_batch);
+    graph.order = lower::plan_order(&graph, &answer.plan)?;
     if dump.is_on() {
         let sharded = lower::shard(&graph, &answer.plan)?;
         dump.write("sharded", || text::print_sharded(&sharded, &graph))?;

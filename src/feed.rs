@@ -10,6 +10,7 @@ use dplan_ir::entity::ValueId;
 use dplan_ir::graph::Graph;
 use dplan_ir::init::{self, name_hash};
 use dplan_ir::op::Op;
+use dplan_ir::order::Order;
 use std::path::Path;
 use thiserror::Error;
 
@@ -39,6 +40,24 @@ struct Input {
     row: u64,
     /// Largest token, exclusive.
     limit: u64,
+    /// How its positions lie, and their number, if it has positions.
+    order: (Order, u64),
+}
+
+impl Input {
+    /// Puts the positions of each sequence where the graph has them.
+    fn arrange<T: Copy>(&self, rows: Vec<T>) -> Vec<T> {
+        let (order, len) = self.order;
+        if order == Order::Straight || len == 0 {
+            return rows;
+        }
+        let inner = self.row / len;
+        let from = |i: usize| {
+            let (sequence, at, rest) = (i as u64 / self.row, i as u64 % self.row / inner, i as u64 % inner);
+            sequence * self.row + order.position(at, len) * inner + rest
+        };
+        (0..rows.len()).map(|i| rows[from(i) as usize]).collect()
+    }
 }
 
 impl Feed {
@@ -52,7 +71,14 @@ impl Feed {
             .iter()
             .map(|&v| {
                 let sizes = graph.values[v].ty.dims.iter().filter(|&&d| Some(d) != graph.batch).map(|&d| graph.size(d));
-                Input { name: graph.values[v].name.clone(), dtype: graph.values[v].ty.dtype, row: sizes.product(), limit: token_limit(graph, v) }
+                let positions = graph.values[v].ty.dims.get(1).filter(|&&d| Some(d) == graph.sequence);
+                Input {
+                    name: graph.values[v].name.clone(),
+                    dtype: graph.values[v].ty.dtype,
+                    row: sizes.product(),
+                    limit: token_limit(graph, v),
+                    order: (graph.order, positions.map_or(0, |&d| graph.size(d))),
+                }
             })
             .collect();
         let source = match data {
@@ -92,7 +118,7 @@ impl Feed {
         for (r, (tokens, targets)) in tokens.chunks_exact_mut(row).zip(targets.chunks_exact_mut(row)).enumerate() {
             source.fill(step, r as u64, tokens, targets)?;
         }
-        Ok(Batch { inputs: vec![Rows::Tokens(tokens), Rows::Tokens(targets)] })
+        Ok(Batch { inputs: vec![Rows::Tokens(self.inputs[0].arrange(tokens)), Rows::Tokens(self.inputs[1].arrange(targets))] })
     }
 
     fn random(&self, input: &Input, step: u64) -> Rows {
@@ -101,9 +127,9 @@ impl Feed {
         let draw = |i: u64| init::element(normal, self.seed, name_hash(&input.name), step * elems + i);
         if input.dtype == DType::I32 {
             // The normal distribution function would be exact; the low bits of a normal number are uniform enough for a smoke test.
-            Rows::Tokens((0..elems).map(|i| ((draw(i).to_bits() >> 8) % input.limit.max(1)) as i32).collect())
+            Rows::Tokens(input.arrange((0..elems).map(|i| ((draw(i).to_bits() >> 8) % input.limit.max(1)) as i32).collect()))
         } else {
-            Rows::Values((0..elems).map(draw).collect())
+            Rows::Values(input.arrange((0..elems).map(draw).collect()))
         }
     }
 }

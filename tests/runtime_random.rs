@@ -32,8 +32,9 @@ fn case(seed: u64) -> Case {
     let mut dice = Dice(seed + 1000);
     let degrees = Degrees { dp: dice.pick(&[1, 2, 3]), tp: dice.pick(&[1, 2, 4]), pp: dice.pick(&[1, 2, 3]), micro_batches: dice.pick(&[1, 2, 5]) };
     let model = zoo::model(&mut dice, 2 * degrees.dp);
-    let graph = zoo::graph(&model);
+    let mut graph = zoo::graph(&model);
     let plan = zoo::plan(&graph, degrees, &mut dice);
+    graph.order = lower::plan_order(&graph, &plan).unwrap();
     let program = lower::lower(&graph, &plan).unwrap_or_else(|e| panic!("seed {seed}: {e}"));
     let zero = plan.options.iter().map(|o| o.zero.0).collect::<Vec<_>>();
     let what = format!("seed {seed}: {model:?} {degrees:?} {:?} zero {zero:?} boundary {:?} {:?}", plan.schedule, plan.boundary, plan.optimizer);

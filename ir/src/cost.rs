@@ -109,10 +109,10 @@ fn attention(mask: Mask, ins: &[&LocalType], per_pair: u64, bytes: u64) -> OpCos
     let (queries, keys) = (q.dims[1], k.dims[1]);
     let heads = q.dims[0] * q.dims[2] * q.dims[3];
     let width = (q.dims[4] + v.dims[3]).div_ceil(2);
-    // Of ranks that have a block of the queries each, the one with the last block sees most.
+    // Blocks of the queries are balanced by their order (`crate::order`) where they are even; else the last block sees most.
     let mut pairs = queries * keys;
     if mask.causal {
-        pairs -= queries * (queries.min(keys).saturating_sub(1)) / 2;
+        pairs = if queries.is_multiple_of(2) { pairs.div_ceil(2) } else { pairs - queries * (queries.min(keys).saturating_sub(1)) / 2 };
     }
     if let Some(window) = mask.window {
         pairs = pairs.min(queries * window);

@@ -10,6 +10,7 @@
 use crate::entity::ValueId;
 use crate::graph::{Graph, Node};
 use crate::mesh::Mesh;
+use crate::order::Order;
 use crate::rule::{Label, Rule, rule};
 use crate::sharding::{Padded, Sharding};
 
@@ -46,9 +47,16 @@ pub struct OpContext {
     pub extents: Vec<(Label, Extent)>,
     /// [`crate::op::StepScalar::InvTokens`].
     pub inv_tokens: f64,
+    /// How positions lie along the sequence.
+    pub order: Order,
 }
 
 impl OpContext {
+    /// The position in the sequence of element `at` of a rank's block, where the factor `label` counts positions.
+    pub fn position(&self, label: Label, at: u64) -> u64 {
+        let extent = self.extent(label);
+        self.order.position(extent.start + at, extent.logical)
+    }
     /// The extent of a factor; empty for a letter that the op does not have.
     pub fn extent(&self, label: Label) -> Extent {
         self.extents.iter().find(|(l, _)| *l == label).map_or(Extent::whole(0), |&(_, e)| e)
@@ -81,7 +89,7 @@ pub fn context(graph: &Graph, node: &Node, ins: &[&Sharding], outs: &[&Sharding]
             }
         }
     }
-    OpContext { extents, inv_tokens }
+    OpContext { extents, inv_tokens, order: graph.order }
 }
 
 /// The context of `node` on one device that holds everything.

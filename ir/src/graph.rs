@@ -16,6 +16,7 @@
 use crate::dtype::DType;
 use crate::entity::{DimId, NodeId, ParamId, Table, ValueId};
 use crate::op::Op;
+use crate::order::Order;
 
 /// A named logical dimension.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -139,6 +140,8 @@ pub struct Graph {
     pub batch: Option<DimId>,
     /// The dim that counts the positions of a sequence (context parallelism splits it).
     pub sequence: Option<DimId>,
+    /// How positions lie along that dim.
+    pub order: Order,
     /// Mean loss: its local value is the sum over the micro-batch times [`crate::op::StepScalar::InvTokens`].
     pub loss: Option<ValueId>,
     /// After differentiation: the values whose sum over micro-batches is the gradient of each parameter (one per use).

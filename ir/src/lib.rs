@@ -23,6 +23,7 @@ pub mod layers;
 pub mod mesh;
 pub mod op;
 pub mod optimizer;
+pub mod order;
 pub mod plan;
 pub mod program;
 pub mod reshard;

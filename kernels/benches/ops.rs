@@ -51,7 +51,11 @@ fn main() {
 fn measure(name: &str, op: &Op, in_ranks: &[usize], out_ranks: &[usize], sizes: &[(char, u64)]) {
     let rule = rule(op, in_ranks, out_ranks);
     let size = |l: char| sizes.iter().find(|s| s.0 == l).map_or(1, |s| s.1);
-    let context = OpContext { extents: rule.factors.iter().map(|f| (f.label, Extent::whole(size(f.label)))).collect(), inv_tokens: 1.0 };
+    let context = OpContext {
+        extents: rule.factors.iter().map(|f| (f.label, Extent::whole(size(f.label)))).collect(),
+        inv_tokens: 1.0,
+        order: Default::default(),
+    };
     let index = |at: usize| matches!((op, at), (Op::CeStats | Op::CeStatsGrad, 1));
     let ty = |labels: &[char], dtype| LocalType { dtype, dims: labels.iter().map(|&l| size(l)).collect(), layout: Layout::Dense, experts: 0 };
     let in_types: Vec<LocalType> = rule.ins.iter().enumerate().map(|(i, l)| ty(l, if index(i) { DType::I32 } else { DType::F32 })).collect();

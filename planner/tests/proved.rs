@@ -31,8 +31,9 @@ fn case(seed: u64, dtype: DType) -> Case {
     let degrees =
         Degrees { dp: dice.pick(&[1, 2, 3]), tp: dice.pick(&[1, 2, 4]), pp: dice.pick(&[1, 2, 3, 4]), micro_batches: dice.pick(&[1, 2, 5]) };
     let model = zoo::Model { dtype, ..zoo::model(&mut dice, 2 * degrees.dp) };
-    let graph = zoo::graph(&model);
+    let mut graph = zoo::graph(&model);
     let plan = Plan { compute: dtype, ..zoo::plan(&graph, degrees, &mut dice) };
+    graph.order = lower::plan_order(&graph, &plan).unwrap();
     let what = format!("seed {seed}: {model:?} {degrees:?}");
     let program = lower::lower(&graph, &plan).unwrap_or_else(|e| panic!("{what}: {e}"));
     Case { what, graph, plan, program, dice, vocab: model.vocab }

@@ -23,7 +23,7 @@ pub fn rebuild(graph: &Graph, order: &[NodeId]) -> Graph {
         new.operand(graph.params[param].value);
     }
     new.to.batch = graph.batch.map(|d| new.dim(d));
-    new.to.sequence = graph.sequence.map(|d| new.dim(d));
+    (new.to.sequence, new.to.order) = (graph.sequence.map(|d| new.dim(d)), graph.order);
     new.to.loss = graph.loss.and_then(|v| new.values[v]);
     new.to
 }

@@ -6,6 +6,7 @@ use crate::graph::{Def, Dim, Graph, Init, Layout, Narrow, Node, Param, Phase, Pi
 use crate::mesh::{Axis, AxisSet, Mesh};
 use crate::op::{Activation, Attention, Mask, Op, Renormalize, Rope, Rotation, Spec};
 use crate::optimizer::Optimizer;
+use crate::order::Order;
 use crate::program::{
     Bucket, Buffer, Call, Channel, Content, Instr, Issue, Member, Pattern, Program, Region, Role, Scalar, Segment, SegmentKind, StageProgram, Stream,
     Write,
@@ -143,6 +144,9 @@ pub fn graph(size: usize, rng: &mut Rng) -> Graph {
     if dims > 0 {
         let mut role = || rng.some(|r| DimId(r.below(dims as u64) as u32));
         (graph.batch, graph.sequence) = (role(), role());
+        if graph.sequence.is_some() && rng.coin() {
+            graph.order = Order::Zigzag { blocks: rng.number() };
+        }
     }
     // What defines each value, in any order or in theirs.
     let mut defs = Vec::new();

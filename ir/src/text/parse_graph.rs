@@ -9,6 +9,7 @@ use crate::dtype::DType;
 use crate::entity::{NodeId, ParamId, Table, ValueId};
 use crate::graph::{Def, Dim, Graph, Init, Layout, Narrow, Node, Param, Phase, Piece, Type, Value};
 use crate::op::Op;
+use crate::order::Order;
 use crate::text::op::{Tables, op};
 use crate::text::parser::{Parsed, Parser, Ref};
 use crate::text::scope::{Scope, dim};
@@ -124,6 +125,9 @@ impl<'a> Reader<'a> {
             if p.take_word(word) && role.replace(id).is_some() {
                 return Err(p.wrong(at, format!("a second {word} dim"), "one"));
             }
+        }
+        if self.graph.sequence == Some(id) && p.take_word("zigzag") {
+            self.graph.order = Order::Zigzag { blocks: p.integer("the number of blocks")? };
         }
         Ok(())
     }

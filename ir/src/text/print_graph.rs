@@ -7,6 +7,7 @@ use crate::dtype::DType;
 use crate::entity::{NodeId, ParamId, ValueId};
 use crate::graph::{Graph, Init, Layout, Param, Phase, Piece, Type};
 use crate::op::Op;
+use crate::order::Order;
 use crate::text::lexer::quote;
 use crate::text::op::{TableNames, put_op, put_real};
 use crate::text::place::{Place, Printed};
@@ -59,6 +60,9 @@ impl Printer<'_> {
             let _ = write!(out.text, "dim {} = {}", self.spelling.dim(id), dim.size);
             for (role, _) in [(" batch", self.graph.batch), (" sequence", self.graph.sequence)].into_iter().filter(|r| r.1 == Some(id)) {
                 out.put(role);
+            }
+            if let (true, Order::Zigzag { blocks }) = (self.graph.sequence == Some(id), self.graph.order) {
+                let _ = write!(out.text, " zigzag {blocks}");
             }
             out.end_line();
         }

@@ -40,6 +40,8 @@ impl Located for GraphError {
 pub enum Problem {
     #[error("refers to {0}, which does not exist")]
     Missing(String),
+    #[error("lays out a sequence of {0} in chunks that do not divide it")]
+    Zigzag(u64),
     #[error("is not defined by what it names as its definition")]
     Definition,
     #[error("has no name")]
@@ -157,6 +159,10 @@ impl Check<'_> {
         let value = |id: ValueId| graph.values.get(id).is_none();
         for dim in [graph.batch, graph.sequence].into_iter().flatten().filter(|&d| graph.dims.get(d).is_none()) {
             self.error(Place::Top, missing(&dim));
+        }
+        let length = graph.sequence.and_then(|d| graph.dims.get(d)).map_or(0, |d| d.size);
+        if !graph.order.fits(length) {
+            self.error(Place::Top, Problem::Zigzag(length));
         }
         for (id, v) in graph.values.iter() {
             for dim in v.ty.dims.iter().filter(|&&d| graph.dims.get(d).is_none()) {

@@ -4,12 +4,15 @@
 //! - forward: S = scale · Q Kᵀ; P = softmax of each row over what that row sees; O = P V; lse = log Σ exp S;
 //! - backward: P = exp(S − lse); dP = dO Vᵀ; dV += Pᵀ dO; dS = P ∘ (dP − rowsum(dO ∘ O)); dQ = scale · dS K; dK += scale · dSᵀ Q.
 //!
+//! Keys are taken by position: where the order of positions is not that of indices ([`dplan_ir::order`]), a product with K or V is one product for each run.
+//!
 //! Blocks are visited in order of sequence, key/value head, query head, first query, which fixes the order of the sums in dK and dV.
 //! Padding heads give zeros.
 
 use dplan_ir::cost::ATTENTION_ROWS;
 use dplan_ir::extent::OpContext;
 use dplan_ir::op::{Attention, Mask};
+use dplan_ir::order::Order;
 use dplan_ir::program::Write;
 
 use super::Run;
@@ -34,6 +37,9 @@ pub struct AttentionKernel {
     value_width: usize,
     first_query: usize,
     first_key: usize,
+    order: Order,
+    /// Positions in the sequence.
+    length: u64,
 }
 
 /// A block of queries of one head, and the keys it sees.
@@ -41,12 +47,22 @@ struct Tile {
     batch: usize,
     group: usize,
     head: usize,
-    /// First query, and their number.
+    /// First query, its position, and their number.
     row: usize,
+    position: usize,
     rows: usize,
-    /// First key, and their number.
+    /// First key of this rank by position, and their number.
     key: usize,
     keys: usize,
+}
+
+/// Keys of a tile that stand together.
+struct Keys {
+    /// Column of the first in the tile's scores.
+    column: usize,
+    /// Index of the first in K and V.
+    index: usize,
+    len: usize,
 }
 
 impl AttentionKernel {
@@ -68,6 +84,8 @@ impl AttentionKernel {
             value_width: v[3],
             first_query: context.extent('s').start as usize,
             first_key: context.extent('t').start as usize,
+            order: context.order,
+            length: context.extent('s').logical,
         }
     }
 
@@ -86,10 +104,12 @@ impl AttentionKernel {
                 let log_sum = self.softmax(&tile, i, row);
                 put(&mut lse[self.query(&tile, i)], T::from_f64(log_sum), Write::Add);
             }
-            let shape = [tile.rows, self.value_width, tile.keys];
-            let probabilities = Matrix { data: &*scores, row: tile.keys, col: 1 };
-            let out = MatrixMut { data: &mut o[self.query(&tile, 0) * self.value_width..], row: self.query_stride() * self.value_width, col: 1 };
-            multiply(shape, T::ONE, probabilities, self.key_rows(&tile, v, self.value_width), out, Write::Add, run.threads);
+            for keys in self.keys(&tile) {
+                let shape = [tile.rows, self.value_width, keys.len];
+                let probabilities = Matrix { data: &scores[keys.column..], row: tile.keys, col: 1 };
+                let out = MatrixMut { data: &mut o[self.query(&tile, 0) * self.value_width..], row: self.query_stride() * self.value_width, col: 1 };
+                multiply(shape, T::ONE, probabilities, self.key_rows(&tile, &keys, v, self.value_width), out, Write::Add, run.threads);
+            }
         });
     }
 
@@ -116,17 +136,13 @@ impl AttentionKernel {
                 row[lo..hi].iter_mut().for_each(|s| *s = (*s - log_sum).exp());
             }
             let dy_rows = self.query_rows(&tile, dy, e);
-            let values = self.key_rows(&tile, v, e).transposed();
-            multiply([n, keys, e], T::ONE, dy_rows, values, MatrixMut { data: dp, row: keys, col: 1 }, Write::Set, run.threads);
-            multiply(
-                [keys, e, n],
-                T::ONE,
-                Matrix { data: &*p, row: 1, col: keys },
-                dy_rows,
-                self.key_rows_mut(&tile, dv, e),
-                Write::Add,
-                run.threads,
-            );
+            for part in self.keys(&tile) {
+                let values = self.key_rows(&tile, &part, v, e).transposed();
+                let out = MatrixMut { data: &mut dp[part.column..], row: keys, col: 1 };
+                multiply([n, part.len, e], T::ONE, dy_rows, values, out, Write::Set, run.threads);
+                let by_key = Matrix { data: &p[part.column..], row: 1, col: keys };
+                multiply([part.len, e, n], T::ONE, by_key, dy_rows, self.key_rows_mut(&tile, &part, dv, e), Write::Add, run.threads);
+            }
             for i in 0..n {
                 let at = self.query(&tile, i) * e;
                 let along = T::from_f64(dot(&dy[at..at + e], &o[at..at + e]));
@@ -136,18 +152,14 @@ impl AttentionKernel {
                 }
             }
             let ds = &*p;
-            let out = MatrixMut { data: &mut dq[self.query(&tile, 0) * d..], row: self.query_stride() * d, col: 1 };
-            let by_query = Matrix { data: ds, row: keys, col: 1 };
-            multiply([n, d, keys], scale, by_query, self.key_rows(&tile, k, d), out, Write::Add, run.threads);
-            multiply(
-                [keys, d, n],
-                scale,
-                Matrix { data: ds, row: 1, col: keys },
-                self.query_rows(&tile, q, d),
-                self.key_rows_mut(&tile, dk, d),
-                Write::Add,
-                run.threads,
-            );
+            for part in self.keys(&tile) {
+                let out = MatrixMut { data: &mut dq[self.query(&tile, 0) * d..], row: self.query_stride() * d, col: 1 };
+                let by_query = Matrix { data: &ds[part.column..], row: keys, col: 1 };
+                multiply([n, d, part.len], scale, by_query, self.key_rows(&tile, &part, k, d), out, Write::Add, run.threads);
+                let by_key = Matrix { data: &ds[part.column..], row: 1, col: keys };
+                let out = self.key_rows_mut(&tile, &part, dk, d);
+                multiply([part.len, d, n], scale, by_key, self.query_rows(&tile, q, d), out, Write::Add, run.threads);
+            }
         });
     }
 
@@ -156,22 +168,43 @@ impl AttentionKernel {
         for batch in 0..self.batch {
             for group in 0..self.valid_groups {
                 for head in 0..self.valid_heads {
-                    for row in (0..self.queries).step_by(ATTENTION_ROWS as usize) {
-                        let rows = (ATTENTION_ROWS as usize).min(self.queries - row);
+                    let mut row = 0;
+                    while row < self.queries {
+                        let index = (self.first_query + row) as u64;
+                        let position = self.order.position(index, self.length) as usize;
+                        let rows = (ATTENTION_ROWS as usize).min(self.queries - row).min(self.together(index));
                         // Both ends of what a query sees grow with its position.
-                        let (lo, hi) = (self.seen(row).0, self.seen(row + rows - 1).1);
+                        let (lo, hi) = (self.seen(position).0, self.seen(position + rows - 1).1);
                         if lo < hi {
-                            visit(Tile { batch, group, head, row, rows, key: lo, keys: hi - lo });
+                            visit(Tile { batch, group, head, row, position, rows, key: lo, keys: hi - lo });
                         }
+                        row += rows;
                     }
                 }
             }
         }
     }
 
-    /// The keys `[lo, hi)` of this rank that a query of this rank sees.
-    fn seen(&self, query: usize) -> (usize, usize) {
-        let position = self.first_query + query;
+    /// Indices from `index` on whose positions are consecutive.
+    fn together(&self, index: u64) -> usize {
+        match self.order {
+            Order::Straight => usize::MAX,
+            Order::Zigzag { .. } => {
+                let chunk = self.order.chunk(self.length);
+                (chunk - index % chunk) as usize
+            }
+        }
+    }
+
+    /// The keys of a tile, as they stand.
+    fn keys(&self, tile: &Tile) -> impl Iterator<Item = Keys> + use<> {
+        let first = tile.key;
+        let runs = self.order.runs(first as u64, (first + tile.keys) as u64, self.length);
+        runs.map(move |r| Keys { column: r.position as usize - first, index: r.index as usize, len: r.len as usize })
+    }
+
+    /// The keys `[lo, hi)` of this rank that a query at a position sees.
+    fn seen(&self, position: usize) -> (usize, usize) {
         let end = if self.mask.causal || self.mask.window.is_some() { position + 1 } else { self.first_key + self.keys };
         let start = self.mask.window.map_or(0, |w| (position + 1).saturating_sub(w as usize));
         let local = |at: usize| at.saturating_sub(self.first_key).min(self.keys);
@@ -180,21 +213,18 @@ impl AttentionKernel {
 
     /// The same for query `i` of a tile, relative to the tile's first key.
     fn seen_in(&self, tile: &Tile, i: usize) -> (usize, usize) {
-        let (lo, hi) = self.seen(tile.row + i);
+        let (lo, hi) = self.seen(tile.position + i);
         (lo - tile.key, hi - tile.key)
     }
 
     /// scale · Q Kᵀ, row-major.
     fn scores<T: Float>(&self, tile: &Tile, q: &[T], k: &[T], scores: &mut [T], run: Run) {
-        multiply(
-            [tile.rows, tile.keys, self.width],
-            T::from_f64(self.scale),
-            self.query_rows(tile, q, self.width),
-            self.key_rows(tile, k, self.width).transposed(),
-            MatrixMut { data: scores, row: tile.keys, col: 1 },
-            Write::Set,
-            run.threads,
-        );
+        let queries = self.query_rows(tile, q, self.width);
+        for keys in self.keys(tile) {
+            let out = MatrixMut { data: &mut scores[keys.column..], row: tile.keys, col: 1 };
+            let rows = self.key_rows(tile, &keys, k, self.width).transposed();
+            multiply([tile.rows, keys.len, self.width], T::from_f64(self.scale), queries, rows, out, Write::Set, run.threads);
+        }
     }
 
     /// Scores of query `i` → probabilities; returns log Σ exp, −∞ if it sees nothing.
@@ -221,17 +251,17 @@ impl AttentionKernel {
     fn query_stride(&self) -> usize {
         self.groups * self.heads
     }
-    /// Index of the tile's first key among all (batch, key, group).
-    fn key(&self, tile: &Tile) -> usize {
-        (tile.batch * self.keys + tile.key) * self.groups + tile.group
+    /// Index of the first of some keys among all (batch, key, group).
+    fn key(&self, tile: &Tile, keys: &Keys) -> usize {
+        (tile.batch * self.keys + keys.index) * self.groups + tile.group
     }
     fn query_rows<'a, T>(&self, tile: &Tile, data: &'a [T], width: usize) -> Matrix<'a, T> {
         Matrix { data: &data[self.query(tile, 0) * width..], row: self.query_stride() * width, col: 1 }
     }
-    fn key_rows<'a, T>(&self, tile: &Tile, data: &'a [T], width: usize) -> Matrix<'a, T> {
-        Matrix { data: &data[self.key(tile) * width..], row: self.groups * width, col: 1 }
+    fn key_rows<'a, T>(&self, tile: &Tile, keys: &Keys, data: &'a [T], width: usize) -> Matrix<'a, T> {
+        Matrix { data: &data[self.key(tile, keys) * width..], row: self.groups * width, col: 1 }
     }
-    fn key_rows_mut<'a, T>(&self, tile: &Tile, data: &'a mut [T], width: usize) -> MatrixMut<'a, T> {
-        MatrixMut { data: &mut data[self.key(tile) * width..], row: self.groups * width, col: 1 }
+    fn key_rows_mut<'a, T>(&self, tile: &Tile, keys: &Keys, data: &'a mut [T], width: usize) -> MatrixMut<'a, T> {
+        MatrixMut { data: &mut data[self.key(tile, keys) * width..], row: self.groups * width, col: 1 }
     }
 }

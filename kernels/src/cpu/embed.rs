@@ -1,7 +1,8 @@
 //! Table lookups: token embedding and learned positions.
 
-use dplan_ir::extent::Extent;
+use dplan_ir::extent::{Extent, OpContext};
 use dplan_ir::program::Write;
+use dplan_ir::rule::Label;
 
 use super::PrepareError;
 use super::block::{Block, BlockMut};
@@ -22,29 +23,28 @@ pub enum Embed {
     PositionGrad(Positions),
 }
 
-/// Token positions of a block.
+/// The rows of the table that a block's positions use.
 #[derive(Debug)]
 pub struct Positions {
-    first: usize,
-    count: usize,
+    places: Vec<usize>,
     width: usize,
 }
 
 impl Positions {
-    /// `x`: sizes `[batch, seq, width]` of the block at `positions`; the table has `rows` rows.
+    /// `x`: sizes `[batch, seq, width]` of the block; its factor `label` counts positions; the table has `rows` rows.
     ///
     /// # Errors
     /// If the table is too short for the last position.
-    pub fn new(positions: Extent, x: &[usize], rows: usize) -> Result<Positions, PrepareError> {
-        let first = positions.start as usize;
-        if first + x[1] > rows {
-            return Err(PrepareError::Sizes(format!("{rows} positions in the table, {} in the sequence", first + x[1])));
+    pub fn new(context: &OpContext, label: Label, x: &[usize], rows: usize) -> Result<Positions, PrepareError> {
+        let places: Vec<usize> = (0..x[1] as u64).map(|s| context.position(label, s) as usize).collect();
+        match places.iter().max() {
+            Some(&last) if last >= rows => Err(PrepareError::Sizes(format!("{rows} positions in the table, {} in the sequence", last + 1))),
+            _ => Ok(Positions { places, width: x[2] }),
         }
-        Ok(Positions { first, count: x[1], width: x[2] })
     }
-    /// Elements of the table that the block's positions use.
-    fn range(&self) -> std::ops::Range<usize> {
-        self.first * self.width..(self.first + self.count) * self.width
+    /// The elements of each token's row, over and over for one sequence after the other.
+    fn rows(&self) -> impl Iterator<Item = std::ops::Range<usize>> {
+        self.places.iter().cycle().map(|p| p * self.width..(p + 1) * self.width)
     }
 }
 
@@ -71,16 +71,16 @@ impl Embed {
                 }
             }
             Embed::Position(at) => {
-                let (x, table) = (T::of(ins[0]), &T::of(ins[1])[at.range()]);
-                for (x, out) in x.chunks_exact(table.len()).zip(out.chunks_exact_mut(table.len())) {
+                let (x, table) = (T::of(ins[0]), T::of(ins[1]));
+                for ((x, out), row) in x.chunks_exact(at.width).zip(out.chunks_exact_mut(at.width)).zip(at.rows()) {
+                    let table = &table[row];
                     fill(out, write, |i| x[i] + table[i]);
                 }
             }
             Embed::PositionGrad(at) => {
                 clear(out, write);
-                let out = &mut out[at.range()];
-                for dy in T::of(ins[0]).chunks_exact(out.len()) {
-                    out.iter_mut().zip(dy).for_each(|(o, d)| *o += *d);
+                for (dy, row) in T::of(ins[0]).chunks_exact(at.width).zip(at.rows()) {
+                    out[row].iter_mut().zip(dy).for_each(|(o, d)| *o += *d);
                 }
             }
         }

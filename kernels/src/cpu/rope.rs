@@ -1,8 +1,9 @@
 //! Rotary position embedding: at position p the pair (xᵢ, xᵢ₊d/₂) turns by the angle p · fᵢ.
 
-use dplan_ir::extent::Extent;
+use dplan_ir::extent::OpContext;
 use dplan_ir::op::{Rope, Rotation};
 use dplan_ir::program::Write;
+use dplan_ir::rule::Label;
 
 use super::PrepareError;
 use super::float::{Float, put};
@@ -11,7 +12,8 @@ use super::float::{Float, put};
 pub struct RopeKernel {
     /// Angle per position, with the sign of the rotation.
     frequencies: Vec<f64>,
-    first: u64,
+    /// Position of each token of the block.
+    places: Vec<u64>,
     batch: usize,
     positions: usize,
     /// Vectors (heads) at one position.
@@ -24,7 +26,7 @@ const PAIRS: usize = 64;
 impl RopeKernel {
     /// # Errors
     /// If there is not one frequency for each pair.
-    pub fn new(rope: &Rope, positions: Extent, x: &[usize]) -> Result<RopeKernel, PrepareError> {
+    pub fn new(rope: &Rope, context: &OpContext, label: Label, x: &[usize]) -> Result<RopeKernel, PrepareError> {
         let width = x[x.len() - 1];
         if rope.inv_freq.len() * 2 != width {
             return Err(PrepareError::Sizes(format!("{} frequencies for vectors of {width}", rope.inv_freq.len())));
@@ -35,7 +37,7 @@ impl RopeKernel {
         };
         Ok(RopeKernel {
             frequencies: rope.inv_freq.iter().map(|f| sign * f).collect(),
-            first: positions.start,
+            places: (0..x[1] as u64).map(|s| context.position(label, s)).collect(),
             batch: x[0],
             positions: x[1],
             heads: x[2..x.len() - 1].iter().product(),
@@ -46,7 +48,7 @@ impl RopeKernel {
         let half = self.frequencies.len();
         let (mut sin, mut cos) = ([T::ZERO; PAIRS], [T::ZERO; PAIRS]);
         for s in 0..self.positions {
-            let position = (self.first + s as u64) as f64;
+            let position = self.places[s] as f64;
             for p0 in (0..half).step_by(PAIRS) {
                 let n = PAIRS.min(half - p0);
                 for (j, f) in self.frequencies[p0..p0 + n].iter().enumerate() {

@@ -5,6 +5,7 @@ use dplan_ir::extent::Extent;
 use dplan_ir::graph::Layout;
 use dplan_ir::interp::{Tensor, op::eval};
 use dplan_ir::op::{Activation, Attention, Mask, Renormalize, Rope, Rotation, Spec};
+use dplan_ir::order::Order;
 
 /// An op on one block: `letters` gives (label, start, length, logical size) of each factor.
 struct Case {
@@ -132,11 +133,25 @@ impl Random {
 }
 
 fn check(case: &Case, dtype: DType, write: Write, tolerance: f64) {
+    // Which letter counts positions.
+    let sequence = match case.op {
+        Op::Attention(_) | Op::AttentionGrad(_) | Op::AddPosition | Op::AddPositionGrad => Some('s'),
+        Op::Rope(_) => Some('b'),
+        _ => None,
+    };
+    let length = sequence.map_or(0, |l| case.letters.iter().find(|x| x.0 == l).expect("letter").3);
+    let orders = [2, 10].map(|blocks| Order::Zigzag { blocks }).into_iter().filter(|o| length > 0 && o.fits(length));
+    for order in std::iter::once(Order::Straight).chain(orders) {
+        check_in(case, order, dtype, write, tolerance);
+    }
+}
+
+fn check_in(case: &Case, order: Order, dtype: DType, write: Write, tolerance: f64) {
     let Case { op, ranks: (in_ranks, out_ranks), letters } = case;
     let mut random = Random(in_ranks.len() as u64 * 17 + letters.len() as u64);
     let rule = rule(op, in_ranks, out_ranks);
     let extent = |label: char| letters.iter().find(|l| l.0 == label).map(|&(_, start, len, logical)| Extent { start, len, logical }).expect("letter");
-    let context = OpContext { extents: rule.factors.iter().map(|f| (f.label, extent(f.label))).collect(), inv_tokens: 0.125 };
+    let context = OpContext { extents: rule.factors.iter().map(|f| (f.label, extent(f.label))).collect(), inv_tokens: 0.125, order };
     let local = |labels: &Vec<char>, dtype: DType| LocalType {
         dtype,
         dims: labels.iter().map(|&l| extent(l).len).collect(),

@@ -25,4 +25,4 @@ pub use error::LowerError;
 pub use fragment::{BucketMember, Fragment, FragmentBucket, Storage};
 pub use program::lower;
 pub use schedule::{Turn, order};
-pub use shard::{Sharder, plan_padding, shard, shard_layer};
+pub use shard::{Sharder, plan_order, plan_padding, shard, shard_layer};

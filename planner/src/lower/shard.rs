@@ -10,7 +10,9 @@ use dplan_ir::extent::node_rule;
 use dplan_ir::graph::{Graph, Node, Phase};
 use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::op::Op;
+use dplan_ir::order::Order;
 use dplan_ir::plan::{LayerPlan, Plan};
+use dplan_ir::rule::Label;
 use dplan_ir::sharded::{Sharded, Stmt};
 use dplan_ir::sharding::{Padded, Sharding, local_type};
 use std::ops::Range;
@@ -191,6 +193,38 @@ pub fn plan_padding(graph: &Graph, mesh: &Mesh, plan: &Plan) -> Result<Padded, L
         seen.extend(graph.boundaries().iter().filter_map(|&v| graph.values[v].ty.dims.get(at as usize)).map(|&d| (d, mesh.tp())));
     }
     Ok(padding::padded(graph, mesh, seen))
+}
+
+/// The order of positions under which the plan's attention is balanced: for as many blocks as the plan splits the queries into.
+///
+/// # Errors
+/// As [`plan_padding`].
+pub fn plan_order(graph: &Graph, plan: &Plan) -> Result<Order, LowerError> {
+    let (Some(sequence), mesh) = (graph.sequence, plan.mesh()) else { return Ok(Order::Straight) };
+    let mut ways = 1;
+    for (at, layer) in spans(graph).into_iter().enumerate() {
+        let strategy = &plan.layer(at as u32).strategy;
+        let nodes = layer[0].len();
+        if strategy.len() != nodes {
+            return Err(LowerError::Strategy { layer: at as u32, nodes, found: strategy.len() });
+        }
+        for (node, assignment) in layer[0].clone().zip(strategy) {
+            let node = &graph.nodes[NodeId(node)];
+            let rule = node_rule(graph, node);
+            let sides = rule.ins.iter().zip(&node.inputs);
+            let mut labels: Vec<Label> = sides
+                .flat_map(|(labels, &v)| labels.iter().zip(&graph.values[v].ty.dims).filter(|(_, d)| **d == sequence).map(|(&l, _)| l))
+                .collect();
+            labels.sort_unstable();
+            labels.dedup();
+            // Queries and keys are two factors of one dim.
+            if labels.len() > 1 {
+                let split = assignment.and(&data_split(graph, node, &rule, &mesh));
+                ways = labels.iter().map(|&l| mesh.size(split.axes(l))).fold(ways, u64::max);
+            }
+        }
+    }
+    Ok(Order::balanced(graph.size(sequence), ways))
 }
 
 /// No degree of a plan is larger; a mesh then has fewer than 32 axes, since each is a prime factor.

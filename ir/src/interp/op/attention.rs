@@ -8,13 +8,12 @@ use crate::sharding::LocalType;
 /// Each pair `(x_i, x_{i+d/2})` rotated by position × inv_freq_i.
 pub(super) fn rope(rope: &Rope, ctx: &OpContext, x: &Tensor) -> Tensor {
     // The rule of a pointwise op spells the dims a, b, …: the sequence is `b`.
-    let first = ctx.extent('b').start;
     let (seq, width) = (x.dim(1), x.dim(x.dims.len() - 1));
     let rows_of_token = x.dims[2..x.dims.len() - 1].iter().product::<u64>() as usize;
     let half = width / 2;
     let mut out = x.clone();
     for (row, y) in out.data.chunks_exact_mut(width).enumerate() {
-        let position = first + (row / rows_of_token % seq) as u64;
+        let position = ctx.position('b', (row / rows_of_token % seq) as u64);
         for i in 0..half {
             let (sin, cos) = (position as f64 * rope.inv_freq[i]).sin_cos();
             let sin = match rope.rotation {
@@ -91,9 +90,9 @@ fn for_each_query(ctx: &OpContext, q: &Tensor, mut f: impl FnMut(u64, u64, u64, 
 fn scores(a: &Attention, ctx: &OpContext, q: &Tensor, k: &Tensor, [b, s, g, r]: [u64; 4]) -> Vec<(u64, f64)> {
     let d = q.dim(4);
     let query = &q.data[q.at(&[b, s, g, r, 0])..][..d];
-    let position = ctx.extent('s').start + s;
+    let position = ctx.position('s', s);
     (0..k.dims[1])
-        .filter(|t| a.mask.sees(position, ctx.extent('t').start + t))
+        .filter(|t| a.mask.sees(position, ctx.position('t', *t)))
         .map(|t| (t, a.scale * dot(query, &k.data[k.at(&[b, t, g, 0])..][..d])))
         .collect()
 }

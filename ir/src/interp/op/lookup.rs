@@ -26,12 +26,12 @@ pub(super) fn embed_grad(ctx: &OpContext, tokens: &Tensor, dy: &Tensor, out: &Lo
     table
 }
 
-/// Token `i` of a rank's block is at position `start + i`.
+/// Each token takes the row of its position.
 pub(super) fn add_position(ctx: &OpContext, x: &Tensor, table: &Tensor) -> Tensor {
     let (seq, h) = (x.dim(1), x.dim(2));
     let mut out = x.clone();
     for (row, y) in out.data.chunks_exact_mut(h).enumerate() {
-        let position = ctx.extent('s').start as usize + row % seq;
+        let position = ctx.position('s', (row % seq) as u64) as usize;
         accumulate(y, &table.data[position * h..][..h]);
     }
     out
@@ -41,7 +41,7 @@ pub(super) fn add_position_grad(ctx: &OpContext, dy: &Tensor, out: &LocalType) -
     let (seq, h) = (dy.dim(1), dy.dim(2));
     let mut table = Tensor::zeros(out);
     for (row, dy) in dy.data.chunks_exact(h).enumerate() {
-        let position = ctx.extent('s').start as usize + row % seq;
+        let position = ctx.position('s', (row % seq) as u64) as usize;
         accumulate(&mut table.data[position * h..][..h], dy);
     }
     table

@@ -115,7 +115,7 @@ impl PlanFile {
                     .iter()
                     .map(|o| OptionJson {
                         zero: o.zero.0,
-                        recompute: recompute_name(o.recompute).into(),
+                        recompute: o.recompute.name().into(),
                         gathered: gathered_name(o.gathered).into(),
                         strategy: o.strategy.iter().map(|a| assignment_text(a, &mesh)).collect(),
                     })
@@ -181,8 +181,8 @@ impl PlanFile {
             }
             options.push(LayerPlan {
                 zero: Zero(o.zero),
-                recompute: recompute_from(&o.recompute)
-                    .ok_or_else(|| wrong(&at("recompute"), format!("`{}`: expected none or full", o.recompute)))?,
+                recompute: Recompute::from_name(&o.recompute)
+                    .ok_or_else(|| wrong(&at("recompute"), format!("`{}`: expected none, selective or full", o.recompute)))?,
                 gathered: gathered_from(&o.gathered).ok_or_else(|| wrong(&at("gathered"), format!("`{}`: expected keep or again", o.gathered)))?,
                 strategy: o
                     .strategy
@@ -279,17 +279,6 @@ fn clip_name(clip: Clip) -> &'static str {
         Clip::None => "none",
         Clip::GlobalNorm => "global_norm",
     }
-}
-
-pub fn recompute_name(recompute: Recompute) -> &'static str {
-    match recompute {
-        Recompute::None => "none",
-        Recompute::Full => "full",
-    }
-}
-
-fn recompute_from(name: &str) -> Option<Recompute> {
-    [Recompute::None, Recompute::Full].into_iter().find(|&r| recompute_name(r) == name)
 }
 
 fn gathered_name(gathered: Gathered) -> &'static str {

@@ -84,6 +84,11 @@ pub fn op_cost(op: &Op, ins: &[&LocalType], outs: &[&LocalType]) -> OpCost {
     }
 }
 
+/// Whether an op only streams its operands through memory, so that its results are quicker made again than a product's.
+pub fn is_cheap(op: &Op) -> bool {
+    !matches!(op, Op::Einsum(_) | Op::ExpertEinsum(_) | Op::Attention(_) | Op::AttentionGrad(_))
+}
+
 /// Working memory an op may use on one rank, bytes: a bound that every kernel keeps.
 pub fn workspace_bytes(op: &Op, ins: &[&LocalType]) -> u64 {
     match op {

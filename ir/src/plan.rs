@@ -43,8 +43,24 @@ pub struct Zero(pub u8);
 pub enum Recompute {
     /// Nothing: everything the backward pass reads is kept.
     None,
+    /// What is cheap ([`crate::cost::is_cheap`]): results of products and attention are kept, norms, activations and embeddings of positions are made again.
+    Selective,
     /// All of the layer's forward pass: only its input is kept.
     Full,
+}
+
+impl Recompute {
+    pub const ALL: [Recompute; 3] = [Recompute::None, Recompute::Selective, Recompute::Full];
+    pub fn name(self) -> &'static str {
+        match self {
+            Recompute::None => "none",
+            Recompute::Selective => "selective",
+            Recompute::Full => "full",
+        }
+    }
+    pub fn from_name(name: &str) -> Option<Recompute> {
+        Recompute::ALL.into_iter().find(|r| r.name() == name)
+    }
 }
 
 /// What becomes of a form that an all-gather made and the backward pass reads.

@@ -211,7 +211,7 @@ impl fmt::Display for Pins {
         let join = |values: Vec<String>| values.join("+");
         let counts = |a: &Allowed<u64>| a.values().map(|v| join(v.iter().map(u64::to_string).collect()));
         let zeros = |v: &[Zero]| join(v.iter().map(|z| z.0.to_string()).collect());
-        let recomputes = |v: &[Recompute]| join(v.iter().map(|&r| recompute_name(r).to_string()).collect());
+        let recomputes = |v: &[Recompute]| join(v.iter().map(|&r| r.name().to_string()).collect());
         let mut parts = Vec::new();
         let degrees = [("dp", &self.dp), ("tp", &self.tp), ("pp", &self.pp), ("cp", &self.cp), ("ep", &self.ep), ("micro", &self.micro_batch)];
         for (key, values) in degrees.map(|(key, allowed)| (key, counts(allowed))) {
@@ -226,13 +226,6 @@ impl fmt::Display for Pins {
         parts.extend(self.recompute.everywhere.values().map(|v| format!("recompute={}", recomputes(v))));
         parts.extend(self.recompute.ranges.iter().map(|(a, b, v)| format!("recompute@{a}-{b}={}", recomputes(v))));
         f.write_str(&parts.join(","))
-    }
-}
-
-pub fn recompute_name(recompute: Recompute) -> &'static str {
-    match recompute {
-        Recompute::None => "none",
-        Recompute::Full => "full",
     }
 }
 
@@ -266,12 +259,7 @@ fn schedule(value: &str) -> Option<Parsed<Schedule>> {
 }
 
 fn recompute(value: &str) -> Option<Parsed<Recompute>> {
-    match value {
-        "none" => Some(Ok(Recompute::None)),
-        "full" => Some(Ok(Recompute::Full)),
-        "selective" => None,
-        _ => Some(Err("`none` or `full`")),
-    }
+    Some(Recompute::from_name(value).ok_or("`none`, `selective` or `full`"))
 }
 
 fn on_off(value: &str) -> Option<Parsed<bool>> {
@@ -297,9 +285,12 @@ mod tests {
 
     #[test]
     fn pins_print_as_they_are_read() {
-        for text in
-            ["", "dp=2,tp=1+2,pp=4,cp=1+2,ep=2,micro=1", "schedule=gpipe+1f1b,sp=off", "zero=0+1,zero@0-11=3,recompute=none,recompute@4-4=full"]
-        {
+        for text in [
+            "",
+            "dp=2,tp=1+2,pp=4,cp=1+2,ep=2,micro=1",
+            "schedule=gpipe+1f1b,sp=off",
+            "zero=0+1,zero@0-11=3,recompute=none,recompute@4-4=selective+full",
+        ] {
             assert_eq!(Pins::parse(text).unwrap().to_string(), text);
         }
         assert_eq!(Pins::parse(" tp=2 , etp=1,offload=none, virtual=1").unwrap().to_string(), "tp=2");
@@ -328,7 +319,7 @@ mod tests {
             ("offload=optimizer", "not supported yet"),
             ("schedule=zb-h1", "not supported yet"),
             ("schedule=fast", "gpipe, 1f1b"),
-            ("recompute=selective", "not supported yet"),
+            ("recompute=some", "`none`, `selective` or `full`"),
             ("sp=maybe", "`on` or `off`"),
         ] {
             let error = Pins::parse(text).unwrap_err().to_string();

@@ -34,7 +34,7 @@ impl Problem {
         let mut kinds: Vec<Kind> = Vec::new();
         let layers = prices.classes().iter().zip(0..).map(|(&class, layer)| {
             let zero = (0..=3).map(Zero).filter(|z| pins.zero.allows(layer, z)).collect();
-            let recompute = [Recompute::None, Recompute::Full].into_iter().filter(|r| pins.recompute.allows(layer, r)).collect();
+            let recompute = Recompute::ALL.into_iter().filter(|r| pins.recompute.allows(layer, r)).collect();
             let kind = Kind { class, zero, recompute };
             kinds.iter().position(|k| *k == kind).unwrap_or_else(|| {
                 kinds.push(kind);

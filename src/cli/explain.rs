@@ -2,7 +2,7 @@
 
 use super::output::{self, gib, seconds};
 use super::{Outcome, Result, report};
-use crate::planfile::{PlanFile, recompute_name};
+use crate::planfile::PlanFile;
 use dplan_ir::layers;
 use dplan_ir::plan::{Plan, Recompute, Zero};
 use dplan_planner::pins::Pins;
@@ -82,8 +82,8 @@ fn alternatives<E>(plan: &Plan, classes: &[u32], costs: &dyn Fn(&Plan) -> std::r
         let zeros = (0..=3)
             .filter(|z| plan.dp * plan.cp > 1 && Zero(*z) != was.zero)
             .map(|z| (Zero(z), was.recompute, format!("zero {} -> {z}", was.zero.0)));
-        let recomputes = [Recompute::None, Recompute::Full].into_iter().filter(|r| *r != was.recompute);
-        let recomputes = recomputes.map(|r| (was.zero, r, format!("recompute {} -> {}", recompute_name(was.recompute), recompute_name(r))));
+        let recomputes = Recompute::ALL.into_iter().filter(|r| *r != was.recompute);
+        let recomputes = recomputes.map(|r| (was.zero, r, format!("recompute {} -> {}", was.recompute.name(), r.name())));
         for (zero, recompute, change) in zeros.chain(recomputes) {
             let mut other = plan.clone();
             let mut layer = was.clone();

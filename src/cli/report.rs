@@ -4,7 +4,7 @@ use super::output::{gib, seconds};
 use crate::cluster;
 use crate::compile::Compiled;
 use crate::import::Model;
-use crate::planfile::{PlanFile, recompute_name};
+use crate::planfile::PlanFile;
 use dplan_planner::baselines::Baseline;
 use dplan_planner::predict::Prediction;
 use serde_json::{Value, json};
@@ -53,7 +53,7 @@ fn chosen(file: &PlanFile) -> Value {
         "micro_batch": plan.micro_batch, "micro_batches": plan.micro_batches, "sp": plan.boundary.is_some(), "stages": stages,
         "layers": (0..plan.layers.len() as u32).map(|l| {
             let o = plan.layer(l);
-            json!({ "zero": o.zero.0, "recompute": recompute_name(o.recompute) })
+            json!({ "zero": o.zero.0, "recompute": o.recompute.name() })
         }).collect::<Vec<_>>(),
     })
 }
@@ -158,7 +158,7 @@ pub fn choice(file: &PlanFile) -> String {
             .map(|&(first, last, option)| {
                 let o = &plan.options[option as usize];
                 let span = if first == last { format!("{first}") } else { format!("{first}-{last}") };
-                format!("{span} zero {} recompute {}", o.zero.0, recompute_name(o.recompute))
+                format!("{span} zero {} recompute {}", o.zero.0, o.recompute.name())
             })
             .collect();
         let _ = writeln!(out, "  stage {at:<4} layers {}", runs.join("; "));

@@ -108,6 +108,7 @@ pub const PLANS: &[(&str, u32, &str)] = &[
     ("cp2", 2, "cp=2"),
     ("cp4 zero3", 4, "cp=4,zero=3"),
     ("dp2 cp2 zero2", 4, "dp=2,cp=2,zero=2"),
+    ("tp2 pp2 selective", 4, "tp=2,pp=2,recompute=selective,micro=2"),
     ("dp4 ep2", 4, "dp=4,ep=2,zero=1"),
     ("dp4 ep4 zero3", 4, "dp=4,ep=4,zero=3"),
     ("dp2 ep2 tp2 pp2", 8, "dp=2,ep=2,tp=2,pp=2,zero=2,recompute=full"),

@@ -5,6 +5,7 @@
 //! | plan | made again |
 //! |---|---|
 //! | `Recompute::Full` | everything that is read, from the layer's input; before the rest of the backward pass, so it need not wait for the cotangent |
+//! | `Recompute::Selective` | what cheap ops made, collectives on it included; and what gathers and slices made of anything; just before it is read |
 //! | `Gathered::Again` | what an all-gather made, from its source; just before it is read |
 //! | `Gathered::Keep` | nothing |
 //!
@@ -13,6 +14,7 @@
 use super::LowerError;
 use super::fragment::{Fragment, Storage, makes, reads};
 use super::layer::{Layer, Maker};
+use dplan_ir::cost::is_cheap;
 use dplan_ir::entity::{FormId, Table};
 use dplan_ir::mesh::AxisSet;
 use dplan_ir::plan::{Gathered, Recompute};
@@ -56,12 +58,11 @@ impl Keep {
         if let Some(again) = self.again.get(form).copied().flatten() {
             return again;
         }
-        let full = layer.plan.recompute == Recompute::Full;
         match layer.maker[form] {
             Maker::Param(_) | Maker::Handed | Maker::Backward(_) => form,
             // Loaded for the backward pass alone, or once for both passes, or again.
             Maker::Load if counts[form][0] == 0 => form,
-            Maker::Load if !full => {
+            Maker::Load if layer.plan.recompute == Recompute::None => {
                 self.kept.insert(form);
                 form
             }
@@ -70,15 +71,13 @@ impl Keep {
                 layer.maker[again] = Maker::Load;
                 again
             }
-            Maker::Forward(at) => {
-                let gather = matches!(layer.fragment.forward[at], Stmt::Reshard { step: Step::AllGather { .. }, .. });
-                if full || gather && layer.plan.gathered == Gathered::Again {
-                    self.make_again(layer, at, counts);
-                    self.again[form].unwrap_or(form)
-                } else {
-                    self.kept.insert(form);
-                    form
-                }
+            Maker::Forward(at) if is_made_again(layer, at) => {
+                self.make_again(layer, at, counts);
+                self.again[form].unwrap_or(form)
+            }
+            Maker::Forward(_) => {
+                self.kept.insert(form);
+                form
             }
         }
     }
@@ -104,6 +103,22 @@ impl Keep {
         let again = layer.form(original.value, original.sharding);
         self.again[form] = Some(again);
         again
+    }
+}
+
+/// Whether the backward pass makes again what a statement of the forward pass made.
+fn is_made_again(layer: &Layer<'_, '_>, at: usize) -> bool {
+    let graph = layer.at.graph;
+    match (&layer.fragment.forward[at], layer.plan.recompute) {
+        (_, Recompute::Full) => true,
+        (Stmt::Run { node, .. }, Recompute::Selective) => is_cheap(&graph.nodes[*node].op),
+        (Stmt::Reshard { from, step, .. }, Recompute::Selective) => {
+            let maker = graph.producer(layer.fragment.forms[*from].value).map(|n| &graph.nodes[n]);
+            let cheap = maker.is_some_and(|n| n.layer == layer.fragment.layer && is_cheap(&n.op));
+            cheap || matches!(step, Step::AllGather { .. } | Step::Slice { .. })
+        }
+        (Stmt::Run { .. }, Recompute::None) => false,
+        (Stmt::Reshard { step, .. }, Recompute::None) => matches!(step, Step::AllGather { .. }) && layer.plan.gathered == Gathered::Again,
     }
 }
 

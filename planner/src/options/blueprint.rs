@@ -4,12 +4,15 @@
 //! meet; it is *open* from the first decision that touches it to the last. The order of decisions keeps few slots open at a time (a path decomposition of
 //! the layer's decisions, found greedily). Nothing here depends on a machine or a mesh.
 
+use super::form::WAYS;
 use crate::lower::{LowerError, Sharder};
 use crate::strategy::is_follower;
+use dplan_ir::cost::is_cheap;
 use dplan_ir::entity::{DimId, NodeId, ParamId, ValueId};
 use dplan_ir::extent::node_rule;
 use dplan_ir::graph::{Def, Graph, Phase};
 use dplan_ir::mesh::Mesh;
+use dplan_ir::op::Op as GraphOp;
 use dplan_ir::rule::Rule;
 use dplan_ir::sharding::Padded;
 use std::collections::{BTreeMap, BTreeSet};
@@ -39,8 +42,8 @@ pub(super) struct Slot {
     pub kind: Kind,
     /// Leaves the layer in the boundary sharding.
     pub leaves: bool,
-    /// Full recompute makes it again.
-    pub again: bool,
+    /// Made by an op that runs again.
+    pub again: [bool; WAYS],
     /// A parameter that other layers use too.
     pub tied: bool,
     /// First and last decision that touches it.
@@ -85,8 +88,8 @@ pub(super) struct Step {
     pub forward: Op,
     /// The slot whose place the op follows ([`crate::strategy`]).
     pub leader: Option<usize>,
-    /// Whether full recompute runs it again.
-    pub again: bool,
+    /// Whether it runs again.
+    pub again: [bool; WAYS],
     pub derived: Vec<Op>,
     /// Sums whose operands are all decided with this step.
     pub sums: Vec<Sum>,
@@ -171,10 +174,10 @@ impl Draft<'_, '_> {
         if let Some(value) = cotangent_in {
             self.slot(value, Kind::CotangentIn);
         }
-        let again = self.made_again();
+        let [cheap, all] = [self.made_again(is_cheap), self.made_again(|_| true)];
         let (mut steps, mut sums) = (Vec::new(), Vec::new());
         for (id, _) in self.sharder.forward(layer) {
-            let again = again[steps.len()];
+            let again = [cheap[steps.len()], all[steps.len()]];
             let forward = self.op(id)?;
             for port in &forward.outs {
                 if let Port::Slot(slot) = *port {
@@ -247,7 +250,7 @@ impl Draft<'_, '_> {
         let tied = matches!(kind, Kind::Param(p) if self.sharder.homes(p).len() > 1);
         let slots = &mut self.slots;
         *self.slot_of.entry(value).or_insert_with(|| {
-            slots.push(Slot { value, kind, leaves: false, again: false, tied, first: usize::MAX, last: 0 });
+            slots.push(Slot { value, kind, leaves: false, again: [false; WAYS], tied, first: usize::MAX, last: 0 });
             slots.len() - 1
         })
     }
@@ -256,8 +259,8 @@ impl Draft<'_, '_> {
         self.slot_of.get(&value).copied().ok_or_else(|| LowerError::Undefined { value: self.sharder.graph.values[value].name.clone() })
     }
 
-    /// For each forward node, whether the backward pass needs a result of it, directly or to make another one again.
-    fn made_again(&self) -> Vec<bool> {
+    /// For each forward node, whether it may run again and the backward pass needs a result of it, directly or to make another one again.
+    fn made_again(&self, may: impl Fn(&GraphOp) -> bool) -> Vec<bool> {
         let mut needed: Vec<ValueId> = Vec::new();
         for (id, node) in self.sharder.backward(self.layer) {
             if self.sharder.sum_of(id).is_none() {
@@ -267,7 +270,7 @@ impl Draft<'_, '_> {
         let nodes: Vec<_> = self.sharder.forward(self.layer).collect();
         let mut again = vec![false; nodes.len()];
         for (at, (_, node)) in nodes.iter().enumerate().rev() {
-            if node.outputs.iter().any(|v| needed.contains(v)) {
+            if may(&node.op) && node.outputs.iter().any(|v| needed.contains(v)) {
                 again[at] = true;
                 needed.extend(&node.inputs);
             }

@@ -21,9 +21,17 @@ use dplan_ir::reshard::{Step, steps};
 use dplan_ir::sharding::{LocalType, Padded, Sharding, local_type};
 
 /// Ways of keeping or making again, in the order of [`super::VARIANTS`].
-pub(super) const VARIANTS: usize = 3;
+pub(super) const VARIANTS: usize = 4;
 pub(super) const GATHER_AGAIN: usize = 1;
-pub(super) const RECOMPUTE: usize = 2;
+
+/// Ways of running ops again: cheap ones, or all. Whatever depends on the way has an entry for each.
+pub(super) const WAYS: usize = 2;
+const CHEAP: usize = 0;
+
+/// How ops run again in a variant, if they do.
+pub(super) fn way(variant: usize) -> Option<usize> {
+    variant.checked_sub(2)
+}
 
 /// What a partial decision costs: the coordinates in which options are compared.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Debug)]
@@ -86,8 +94,8 @@ pub(super) struct SlotState {
     pub base: u8,
     /// Read by the forward pass.
     pub forward: u64,
-    /// Read by the forward pass, by an op that full recompute runs again.
-    pub again: u64,
+    /// Read by the forward pass, by an op that runs again.
+    pub again: [u64; WAYS],
     /// Read by the backward pass.
     pub backward: u64,
 }
@@ -95,7 +103,7 @@ pub(super) struct SlotState {
 pub(super) const UNKNOWN: u8 = u8::MAX;
 
 impl SlotState {
-    pub const EMPTY: SlotState = SlotState { base: UNKNOWN, forward: 0, again: 0, backward: 0 };
+    pub const EMPTY: SlotState = SlotState { base: UNKNOWN, forward: 0, again: [0; WAYS], backward: 0 };
 }
 
 /// What one rank's block of a value looks like, and times on the machine.
@@ -165,8 +173,8 @@ struct Form {
     forward: bool,
     /// Read by the backward pass.
     read: bool,
-    /// Made again by full recompute.
-    again: bool,
+    /// Read by an op that runs again.
+    again: [bool; WAYS],
 }
 
 /// What the forms of a slot cost once all its decisions are made, or nothing if they are impossible.
@@ -185,7 +193,7 @@ fn tree(slot: &Slot, state: &SlotState, shardings: &[Sharding], boundary: Option
     let root = shardings[usize::from(state.base)].clone();
     let in_forward = matches!(slot.kind, Kind::Input | Kind::Activation | Kind::Loss);
     let size = bytes(&root);
-    forms.push(Form { parent: 0, step: None, sharding: root, bytes: size, time: 0, forward: in_forward, read: false, again: false });
+    forms.push(Form { parent: 0, step: None, sharding: root, bytes: size, time: 0, forward: in_forward, read: false, again: [false; WAYS] });
     // Adds the steps to a sharding and returns its form.
     let reach = |forms: &mut Vec<Form>, to: usize, forward: bool| -> Option<usize> {
         let mut at = 0;
@@ -201,7 +209,7 @@ fn tree(slot: &Slot, state: &SlotState, shardings: &[Sharding], boundary: Option
                     let size = bytes(&sharding);
                     let time = rates.step(&step, forms[at].bytes, size).0;
                     forms[at].read |= !forward;
-                    forms.push(Form { parent: at, step: Some(step), sharding, bytes: size, time, forward, read: false, again: false });
+                    forms.push(Form { parent: at, step: Some(step), sharding, bytes: size, time, forward, read: false, again: [false; WAYS] });
                     forms.len() - 1
                 }
             };
@@ -211,8 +219,8 @@ fn tree(slot: &Slot, state: &SlotState, shardings: &[Sharding], boundary: Option
     let mut output = None;
     for to in bits(state.forward) {
         let form = reach(&mut forms, to, true)?;
-        if state.again & (1 << to) != 0 {
-            forms[form].again = true;
+        for (again, set) in forms[form].again.iter_mut().zip(state.again) {
+            *again |= set & (1 << to) != 0;
         }
     }
     if slot.leaves
@@ -227,19 +235,22 @@ fn tree(slot: &Slot, state: &SlotState, shardings: &[Sharding], boundary: Option
     let copy = |form: &Form| copy_time(&rates.machine.device, form.bytes).0;
     let mut costs = [Cost::default(); VARIANTS];
     for (variant, cost) in costs.iter_mut().enumerate() {
-        let full = variant == RECOMPUTE;
+        let way = way(variant);
+        // Whether the value itself is made again; then so is everything made from it.
+        let remade = way.is_some_and(|w| w != CHEAP || slot.again[w]);
         // Whether the backward pass needs each form, on behalf of what is made from it as well.
-        let mut needed: Vec<bool> = forms.iter().map(|f| f.read || full && f.again).collect();
+        let mut needed: Vec<bool> = forms.iter().map(|f| f.read || way.is_some_and(|w| f.again[w])).collect();
         for at in (0..forms.len()).rev() {
             let form = &forms[at];
             let (root, gather) = (form.step.is_none(), matches!(form.step, Some(Step::AllGather { .. })));
+            let moved = gather || matches!(form.step, Some(Step::Slice { .. }));
             let space = align(form.bytes);
             cost.add(if form.forward { FORWARD } else { BACKWARD }, form.time);
             if root && slot.kind == Kind::Input {
                 cost.add(FRAME, space);
                 continue;
             }
-            let anew = form.forward && needed[at] && (full || variant == GATHER_AGAIN && gather);
+            let anew = form.forward && needed[at] && (remade || way.is_some() && moved || variant == GATHER_AGAIN && gather);
             let kept = form.forward && needed[at] && !anew;
             let leaves = output == Some(at);
             if kept {
@@ -250,7 +261,7 @@ fn tree(slot: &Slot, state: &SlotState, shardings: &[Sharding], boundary: Option
                 cost.add(WORKSPACE, space);
             }
             // All results of an op that runs again are made again, needed or not.
-            if anew || full && root && slot.again {
+            if anew || root && way.is_some_and(|w| slot.again[w]) {
                 cost.add(WORKSPACE, space);
                 cost.add(BACKWARD, form.time);
                 needed[form.parent] |= !root;
@@ -267,11 +278,11 @@ fn loads(slot: &Slot, state: &SlotState, shardings: &[Sharding], rates: &Rates<'
         let space = align(rates.local(slot.value, &shardings[at]).bytes());
         let in_set = |set: u64| set & (1 << at) != 0;
         for (variant, cost) in costs.iter_mut().enumerate() {
-            let full = variant == RECOMPUTE;
-            let (forward, backward) = (in_set(state.forward), in_set(state.backward) || full && in_set(state.again));
-            let kept = forward && backward && !full;
+            let way = way(variant);
+            let (forward, backward) = (in_set(state.forward), in_set(state.backward) || way.is_some_and(|w| in_set(state.again[w])));
+            let kept = forward && backward && way.is_none();
             cost.add(if kept { FRAME } else { WORKSPACE }, space);
-            if forward && backward && full {
+            if forward && backward && way.is_some() {
                 cost.add(WORKSPACE, space);
             }
         }

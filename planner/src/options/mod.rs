@@ -98,10 +98,14 @@ pub struct LayerOption {
 }
 
 /// Ways of keeping what the backward pass reads.
-const VARIANTS: [(Recompute, Gathered); COUNT] =
-    [(Recompute::None, Gathered::Keep), (Recompute::None, Gathered::Again), (Recompute::Full, Gathered::Keep)];
+const VARIANTS: [(Recompute, Gathered); COUNT] = [
+    (Recompute::None, Gathered::Keep),
+    (Recompute::None, Gathered::Again),
+    (Recompute::Selective, Gathered::Again),
+    (Recompute::Full, Gathered::Keep),
+];
 
-/// The options of a layer that no other covers in forward and backward time, parameter elements (all, and those with gradients partial over tensor-parallel
+/// The options of a layer that no other of the same recomputation covers in forward and backward time, parameter elements (all, and those with gradients partial over tensor-parallel
 /// axes), frame and workspace bytes; quickest first. Of options that are alike in all of them the first in the order of strategies stands. Options that
 /// store a tied parameter differently do not cover each other. Empty if the layer's border cannot be sharded as the pricing says.
 ///
@@ -127,7 +131,9 @@ impl Blueprint {
         all.sort_unstable();
         let mut kept: Vec<(u32, Measure, usize, Path)> = Vec::new();
         for option in all {
-            if !kept.iter().any(|k| k.0 == option.0 && k.1.covers(&option.1)) {
+            // Pins choose between ways to recompute, so none of these covers another.
+            let alike = |k: &(u32, Measure, usize, Path)| k.0 == option.0 && VARIANTS[k.2].0 == VARIANTS[option.2].0;
+            if !kept.iter().any(|k| alike(k) && k.1.covers(&option.1)) {
                 kept.push(option);
             }
         }

@@ -4,7 +4,7 @@
 use super::Pricing;
 use super::blueprint::{Blueprint, Kind, Op, Port, Step, Sum};
 use super::form::{
-    BACKWARD, Cost, Costs, FORWARD, MOST_SHARDINGS, RECOMPUTE, Rates, SlotState, UNKNOWN, VARIANTS, WORKSPACE, common, push_term, settle,
+    BACKWARD, Cost, Costs, FORWARD, MOST_SHARDINGS, Rates, SlotState, UNKNOWN, VARIANTS, WAYS, WORKSPACE, common, push_term, settle, way,
 };
 use crate::strategy::{follow, strategies};
 use dplan_ir::cost::workspace_bytes;
@@ -45,7 +45,7 @@ enum Event {
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Reader {
-    Forward { again: bool },
+    Forward { again: [bool; WAYS] },
     Backward,
 }
 
@@ -176,7 +176,7 @@ impl<'p> Net<'p> {
         for (variant, cost) in choice.costs.iter_mut().enumerate() {
             cost.add(FORWARD, forward);
             cost.add(WORKSPACE, scratch);
-            if variant == RECOMPUTE && step.again {
+            if way(variant).is_some_and(|w| step.again[w]) {
                 cost.add(BACKWARD, forward);
                 cost.add(WORKSPACE, scratch);
             }
@@ -263,7 +263,7 @@ impl<'p> Net<'p> {
                     match reader {
                         Reader::Forward { again } => {
                             states[slot].forward |= bit;
-                            states[slot].again |= if again { bit } else { 0 };
+                            states[slot].again.iter_mut().zip(again).for_each(|(set, again)| *set |= if again { bit } else { 0 });
                         }
                         Reader::Backward => states[slot].backward |= bit,
                     }

@@ -237,7 +237,7 @@ pub fn plan(graph: &Graph, degrees: Degrees, dice: &mut Dice) -> Plan {
     let options: Vec<LayerPlan> = (0..layers)
         .map(|layer| LayerPlan {
             zero: Zero(if layer == 0 || layer + 1 == layers { tied_zero } else { dice.roll(4) as u8 }),
-            recompute: dice.pick(&[Recompute::None, Recompute::Full]),
+            recompute: dice.pick(&Recompute::ALL),
             gathered: dice.pick(&[Gathered::Keep, Gathered::Again]),
             strategy: Vec::new(),
         })

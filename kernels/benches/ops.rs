@@ -71,7 +71,7 @@ fn measure(name: &str, op: &Op, in_ranks: &[usize], out_ranks: &[usize], sizes: 
     for _ in 0..30 {
         let mut views: Vec<BlockMut<'_>> = outs.iter_mut().map(|o| BlockMut::F32(o)).collect();
         let start = Instant::now();
-        kernel.run(&blocks, &mut views, BlockMut::F32(&mut scratch), run);
+        kernel.run(&blocks, &mut views, BlockMut::F32(&mut scratch), &mut [], run);
         best = best.min(start.elapsed().as_secs_f64());
     }
     let cost = dplan_ir::cost::op_cost(op, &in_types.iter().collect::<Vec<_>>(), &out_types.iter().collect::<Vec<_>>());

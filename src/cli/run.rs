@@ -115,8 +115,8 @@ fn check(args: &Args, file: &PlanFile) -> anyhow::Result<()> {
     ensure!(args.timeout.is_finite() && args.timeout > 0.0, "--timeout {}: expected seconds above 0", args.timeout);
     let compute = file.plan.compute;
     ensure!(
-        matches!(compute, DType::F32 | DType::F64),
-        "{}: a {compute} plan does not run on CPU ranks; compile it with --precision f32 or f64",
+        compute != DType::F16,
+        "{}: f16 gradients vanish without loss scaling, which CPU ranks do not have; compile the plan with --precision bf16, f32 or f64",
         args.plan.display()
     );
     for path in [&args.save, &args.save_grads].into_iter().flatten() {

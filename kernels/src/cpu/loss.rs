@@ -50,7 +50,7 @@ impl Loss {
                 match &mut outs[0] {
                     BlockMut::F64(out) => put(&mut out[0], mean, run.write),
                     BlockMut::F32(out) => put(&mut out[0], mean as f32, run.write),
-                    BlockMut::I32(_) => unreachable!("refused when prepared"),
+                    BlockMut::I32(_) | BlockMut::Bf16(_) | BlockMut::F16(_) => unreachable!("refused when prepared"),
                 }
             }
             Loss::MeanGrad => {

@@ -21,6 +21,7 @@ pub mod pointwise;
 pub mod product;
 pub mod rope;
 pub mod router;
+pub mod wide;
 
 use dplan_ir::cost::workspace_bytes;
 use dplan_ir::dtype::DType;
@@ -65,6 +66,8 @@ pub struct Kernel {
     ins: Vec<(DType, usize)>,
     outs: Vec<(DType, usize)>,
     scratch: usize,
+    /// f32 copies of 16-bit operands and results.
+    staging: usize,
 }
 
 /// The op with every number its kernel needs.
@@ -87,6 +90,11 @@ impl Kernel {
     /// # Errors
     /// If the types are none a CPU kernel takes, or the blocks do not fit the op.
     pub fn prepare(op: &Op, context: &OpContext, ins: &[LocalType], outs: &[LocalType]) -> Result<Kernel, PrepareError> {
+        let sizes = |types: &[LocalType]| types.iter().map(|t| (t.dtype, t.elems() as usize)).collect::<Vec<_>>();
+        let (in_sizes, out_sizes) = (sizes(ins), sizes(outs));
+        let staging = in_sizes.iter().chain(&out_sizes).filter(|s| wide::is_narrow(s.0)).map(|s| s.1).sum();
+        let widened = |types: &[LocalType]| types.iter().map(|t| LocalType { dtype: wide::widened(t.dtype), ..t.clone() }).collect::<Vec<_>>();
+        let (ins, outs) = (&widened(ins)[..], &widened(outs)[..]);
         let dtype = compute_type(op, ins, outs)?;
         check_types(op, dtype, ins, outs)?;
         let dims = |t: &LocalType| t.dims.iter().map(|&d| d as usize).collect::<Vec<_>>();
@@ -132,9 +140,8 @@ impl Kernel {
             Op::Combine => Form::Routed(experts::Routed::new(experts::Routing::Combine, &i[1], i[0][3])),
             Op::CombineGradGate => Form::Routed(experts::Routed::new(experts::Routing::CombineGradGate, &i[2], i[0][2])),
         };
-        let sizes = |types: &[LocalType]| types.iter().map(|t| (t.dtype, t.elems() as usize)).collect::<Vec<_>>();
         let scratch = workspace_bytes(op, &ins.iter().collect::<Vec<_>>()) / dtype.size();
-        Ok(Kernel { form, dtype, ins: sizes(ins), outs: sizes(outs), scratch: scratch as usize })
+        Ok(Kernel { form, dtype, ins: in_sizes, outs: out_sizes, scratch: scratch as usize, staging })
     }
 
     /// Elements of scratch a run needs, in the compute type.
@@ -142,14 +149,24 @@ impl Kernel {
         self.scratch
     }
 
+    /// The type it computes in.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+    /// Elements of staging a run needs, see [`wide`].
+    pub fn staging_elems(&self) -> usize {
+        self.staging
+    }
+
     /// Runs the op.
     ///
     /// # Panics
     /// If the blocks are not of the types and sizes the kernel was prepared for: a caller checks them once, when it prepares.
-    pub fn run(&self, ins: &[Block<'_>], outs: &mut [BlockMut<'_>], scratch: BlockMut<'_>, run: Run) {
+    pub fn run(&self, ins: &[Block<'_>], outs: &mut [BlockMut<'_>], scratch: BlockMut<'_>, staging: &mut [f32], run: Run) {
         debug_assert!(ins.iter().map(|b| (b.dtype(), b.len())).eq(self.ins.iter().copied()), "operands are not as prepared");
         debug_assert!(outs.iter().map(|b| (b.dtype(), b.len())).eq(self.outs.iter().copied()), "results are not as prepared");
         match self.dtype {
+            DType::F32 if self.staging > 0 => wide::widen(ins, outs, staging, |ins, outs| self.run_in::<f32>(ins, outs, scratch, run)),
             DType::F32 => self.run_in::<f32>(ins, outs, scratch, run),
             DType::F64 => self.run_in::<f64>(ins, outs, scratch, run),
             DType::Bf16 | DType::F16 | DType::I32 => unreachable!("refused when prepared"),

@@ -218,7 +218,7 @@ fn run(kernel: &Kernel, dtype: DType, ins: &[Tensor], types: &[LocalType], outs:
             ins.iter().zip(types).zip(&ints).map(|((t, ty), i)| if ty.dtype == DType::I32 { Block::I32(i) } else { Block::F64(&t.data) }).collect();
         let mut outs = outs;
         let mut scratch = vec![f64::NAN; kernel.scratch_elems()];
-        kernel.run(&blocks, &mut outs.iter_mut().map(|o| BlockMut::F64(o)).collect::<Vec<_>>(), BlockMut::F64(&mut scratch), run);
+        kernel.run(&blocks, &mut outs.iter_mut().map(|o| BlockMut::F64(o)).collect::<Vec<_>>(), BlockMut::F64(&mut scratch), &mut [], run);
         return outs;
     }
     let floats: Vec<Vec<f32>> = ins.iter().map(|t| t.data.iter().map(|&x| x as f32).collect()).collect();
@@ -226,7 +226,7 @@ fn run(kernel: &Kernel, dtype: DType, ins: &[Tensor], types: &[LocalType], outs:
         floats.iter().zip(types).zip(&ints).map(|((t, ty), i)| if ty.dtype == DType::I32 { Block::I32(i) } else { Block::F32(t) }).collect();
     let mut outs: Vec<Vec<f32>> = outs.iter().map(|o| o.iter().map(|&x| x as f32).collect()).collect();
     let mut scratch = vec![f32::NAN; kernel.scratch_elems()];
-    kernel.run(&blocks, &mut outs.iter_mut().map(|o| BlockMut::F32(o)).collect::<Vec<_>>(), BlockMut::F32(&mut scratch), run);
+    kernel.run(&blocks, &mut outs.iter_mut().map(|o| BlockMut::F32(o)).collect::<Vec<_>>(), BlockMut::F32(&mut scratch), &mut [], run);
     outs.iter().map(|o| o.iter().map(|&x| f64::from(x)).collect()).collect()
 }
 

@@ -54,7 +54,9 @@ impl Arena {
             match slot.dtype {
                 DType::F32 => Block::F32(std::slice::from_raw_parts(at.cast(), n)),
                 DType::F64 => Block::F64(std::slice::from_raw_parts(at.cast(), n)),
-                DType::I32 | DType::Bf16 | DType::F16 => Block::I32(std::slice::from_raw_parts(at.cast(), slot.bytes / 4)),
+                DType::I32 => Block::I32(std::slice::from_raw_parts(at.cast(), n)),
+                DType::Bf16 => Block::Bf16(std::slice::from_raw_parts(at.cast(), n)),
+                DType::F16 => Block::F16(std::slice::from_raw_parts(at.cast(), n)),
             }
         }
     }
@@ -69,7 +71,9 @@ impl Arena {
             match slot.dtype {
                 DType::F32 => BlockMut::F32(std::slice::from_raw_parts_mut(at.cast(), n)),
                 DType::F64 => BlockMut::F64(std::slice::from_raw_parts_mut(at.cast(), n)),
-                DType::I32 | DType::Bf16 | DType::F16 => BlockMut::I32(std::slice::from_raw_parts_mut(at.cast(), slot.bytes / 4)),
+                DType::I32 => BlockMut::I32(std::slice::from_raw_parts_mut(at.cast(), n)),
+                DType::Bf16 => BlockMut::Bf16(std::slice::from_raw_parts_mut(at.cast(), n)),
+                DType::F16 => BlockMut::F16(std::slice::from_raw_parts_mut(at.cast(), n)),
             }
         }
     }

@@ -6,11 +6,14 @@
 //! - reduce-scatter: share i is the i-th block, reduced in group order into member i's destination;
 //! - all-gather: share i copies all members' blocks into member i's destination;
 //! - message: share 1 copies from member 0 to member 1.
+//!
+//! 16-bit elements are reduced in f32 and rounded once.
 
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 use dplan_ir::dtype::DType;
 use dplan_ir::sharding::Monoid;
+use half::{bf16, f16};
 
 /// One member's addresses.
 #[derive(Debug, Default)]
@@ -74,10 +77,18 @@ impl Work {
         // SAFETY: the caller's promise is each function's.
         unsafe {
             match *self {
-                Work::AllReduce { dtype: DType::F64, elems, monoid } => all_reduce::<f64>(members, me, elems, monoid),
-                Work::AllReduce { elems, monoid, .. } => all_reduce::<f32>(members, me, elems, monoid),
-                Work::ReduceScatter { dtype: DType::F64, outer, block, monoid } => reduce_scatter::<f64>(members, me, outer, block, monoid),
-                Work::ReduceScatter { outer, block, monoid, .. } => reduce_scatter::<f32>(members, me, outer, block, monoid),
+                Work::AllReduce { dtype, elems, monoid } => match dtype {
+                    DType::F64 => all_reduce::<f64>(members, me, elems, monoid),
+                    DType::F32 | DType::I32 => all_reduce::<f32>(members, me, elems, monoid),
+                    DType::Bf16 => all_reduce::<bf16>(members, me, elems, monoid),
+                    DType::F16 => all_reduce::<f16>(members, me, elems, monoid),
+                },
+                Work::ReduceScatter { dtype, outer, block, monoid } => match dtype {
+                    DType::F64 => reduce_scatter::<f64>(members, me, outer, block, monoid),
+                    DType::F32 | DType::I32 => reduce_scatter::<f32>(members, me, outer, block, monoid),
+                    DType::Bf16 => reduce_scatter::<bf16>(members, me, outer, block, monoid),
+                    DType::F16 => reduce_scatter::<f16>(members, me, outer, block, monoid),
+                },
                 Work::AllGather { outer, block, dtype } => all_gather(members, me, outer, block * dtype.size() as usize),
                 Work::Message { bytes } if me == 1 => {
                     // Destination of the receiver, source of the sender: different arenas.
@@ -89,48 +100,64 @@ impl Work {
     }
 }
 
-/// Types that can be reduced.
+/// Types that can be reduced, and what they are reduced in.
 trait Reduce: Copy + Default {
-    fn reduce(self, other: Self, monoid: Monoid) -> Self;
+    type Sum: Copy + Default;
+    fn widen(self) -> Self::Sum;
+    fn round(sum: Self::Sum) -> Self;
+    fn reduce(sum: Self::Sum, other: Self::Sum, monoid: Monoid) -> Self::Sum;
 }
 
 macro_rules! reduce {
-    ($t:ident) => {
+    ($t:ident in $sum:ident, $widen:expr, $round:expr) => {
         impl Reduce for $t {
+            type Sum = $sum;
             #[inline(always)]
-            fn reduce(self, other: Self, monoid: Monoid) -> Self {
+            fn widen(self) -> $sum {
+                $widen(self)
+            }
+            #[inline(always)]
+            fn round(sum: $sum) -> $t {
+                $round(sum)
+            }
+            #[inline(always)]
+            fn reduce(sum: $sum, other: $sum, monoid: Monoid) -> $sum {
                 match monoid {
-                    Monoid::Sum => self + other,
-                    Monoid::Max => self.max(other),
+                    Monoid::Sum => sum + other,
+                    Monoid::Max => sum.max(other),
                     Monoid::LogSumExp => {
-                        let max = self.max(other);
-                        if max == $t::NEG_INFINITY { max } else { max + (-(self - other).abs()).exp().ln_1p() }
+                        let max = sum.max(other);
+                        if max == $sum::NEG_INFINITY { max } else { max + (-(sum - other).abs()).exp().ln_1p() }
                     }
                 }
             }
         }
     };
 }
-reduce!(f32);
-reduce!(f64);
+reduce!(f32 in f32, std::convert::identity, std::convert::identity);
+reduce!(f64 in f64, std::convert::identity, std::convert::identity);
+reduce!(bf16 in f32, bf16::to_f32, bf16::from_f32);
+reduce!(f16 in f32, f16::to_f32, f16::from_f32);
 
 /// Elements reduced at a time, on the stack.
 const CHUNK: usize = 512;
 
 /// Reduces `len` elements at `offset` of all sources, chunk by chunk, and hands each chunk to `put(offset in the range, chunk)`.
 unsafe fn reduce<T: Reduce>(members: &[Posted], offset: usize, len: usize, monoid: Monoid, mut put: impl FnMut(usize, &[T])) {
-    let mut chunk = [T::default(); CHUNK];
+    let (mut sums, mut chunk) = ([T::Sum::default(); CHUNK], [T::default(); CHUNK]);
     for start in (0..len).step_by(CHUNK) {
-        let acc = &mut chunk[..CHUNK.min(len - start)];
+        let size = CHUNK.min(len - start);
+        let (sums, acc) = (&mut sums[..size], &mut chunk[..size]);
         for (i, member) in members.iter().enumerate() {
             // SAFETY: in range by the caller's promise; nobody writes these elements before `put` does.
-            let src = unsafe { std::slice::from_raw_parts(member.src::<T>().add(offset + start), acc.len()) };
+            let src = unsafe { std::slice::from_raw_parts(member.src::<T>().add(offset + start), size) };
             if i == 0 {
-                acc.copy_from_slice(src);
+                sums.iter_mut().zip(src).for_each(|(a, s)| *a = s.widen());
             } else {
-                acc.iter_mut().zip(src).for_each(|(a, s)| *a = a.reduce(*s, monoid));
+                sums.iter_mut().zip(src).for_each(|(a, s)| *a = T::reduce(*a, s.widen(), monoid));
             }
         }
+        acc.iter_mut().zip(&*sums).for_each(|(a, s)| *a = T::round(*s));
         put(start, acc);
     }
 }

@@ -14,6 +14,8 @@ use dplan_ir::optimizer::{Optimizer, StepScalars, clip_scale};
 use dplan_ir::program::Stream;
 use dplan_kernels::cpu::block::{Block, BlockMut};
 use dplan_kernels::cpu::{Run, Threads, flat};
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
 
 use super::arena::{Arena, Slot};
 use super::load::{Action, Code, Item, Loaded};
@@ -80,6 +82,8 @@ pub struct Executor<'w> {
     random: u64,
     /// Steps that were run before.
     steps: u64,
+    /// Wide copies of 16-bit operands and results ([`dplan_kernels::cpu::wide`]).
+    staging: Vec<f32>,
 }
 
 /// The step was given up because another rank failed.
@@ -92,7 +96,16 @@ impl<'w> Executor<'w> {
             Order::Eager => 0,
             Order::Seeded(seed) => seed.wrapping_add(rank as u64 * 0x9e37_79b9),
         };
-        Executor { world, rank, phases: Default::default(), records: vec![false; world.loaded.codes[rank].records], random: seed, steps: 0 }
+        let code = &world.loaded.codes[rank];
+        Executor {
+            world,
+            rank,
+            phases: Default::default(),
+            records: vec![false; code.records],
+            random: seed,
+            steps: 0,
+            staging: vec![0.0; code.staging_elems()],
+        }
     }
 
     /// Runs one step.
@@ -171,11 +184,11 @@ impl<'w> Executor<'w> {
                 let mut results = results.map(|r| r.unwrap_or(BlockMut::I32(&mut [])));
                 let scratch = match scratch {
                     Some(slot) => write(slot),
-                    None if outs.first().or(ins.first()).is_some_and(|s| s.dtype == DType::F64) => BlockMut::F64(&mut []),
+                    None if kernel.dtype() == DType::F64 => BlockMut::F64(&mut []),
                     None => BlockMut::F32(&mut []),
                 };
                 let run = Run { write: *mode, inv_tokens: scalars.inv_tokens, threads: self.world.threads };
-                kernel.run(&operands[..ins.len()], &mut results[..outs.len()], scratch, run);
+                kernel.run(&operands[..ins.len()], &mut results[..outs.len()], scratch, &mut self.staging, run);
             }
             Action::Input { dst, input, block, step } => load(&batch.inputs[*input], block, micro as usize * step, write(dst)),
             Action::Slice { src, dst, row, start, len } => {
@@ -209,28 +222,34 @@ impl<'w> Executor<'w> {
                 let sum = match read(src) {
                     Block::F32(x) => flat::square_sum(x),
                     Block::F64(x) => flat::square_sum(x),
-                    Block::I32(_) => unreachable!("refused when loaded"),
+                    Block::I32(_) | Block::Bf16(_) | Block::F16(_) => unreachable!("refused when loaded"),
                 };
                 put_scalar(write(dst), scalar(read(dst)) + sum);
             }
             Action::ClipScale { src, dst } => put_scalar(write(dst), clip_scale(scalar(read(src)).sqrt(), scalars.hyper.clip)),
-            Action::Update { optimizer, state, grad, moments, scale } => {
+            Action::Update { optimizer, state, grad, moments, param, scale } => {
                 let scale = scale.as_ref().map_or(1.0, |s| scalar(read(s)));
                 match (write(state), read(grad)) {
                     (BlockMut::F32(state), Block::F32(grad)) => {
                         let moment = |i: usize| match write(&moments[i]) {
                             BlockMut::F32(m) => m,
-                            BlockMut::F64(_) | BlockMut::I32(_) => unreachable!("refused when loaded"),
+                            BlockMut::F64(_) | BlockMut::I32(_) | BlockMut::Bf16(_) | BlockMut::F16(_) => unreachable!("refused when loaded"),
                         };
                         match optimizer {
                             Optimizer::AdamW => flat::adamw(state, grad, moment(0), moment(1), scale, scalars),
                             Optimizer::Sgd => flat::sgd(state, grad, moment(0), scale, scalars),
                         }
+                        match param.as_ref().map(write) {
+                            Some(BlockMut::Bf16(param)) => param.convert_from_f32_slice(state),
+                            Some(BlockMut::F16(param)) => param.convert_from_f32_slice(state),
+                            Some(BlockMut::F32(param)) => param.copy_from_slice(state),
+                            Some(BlockMut::F64(_) | BlockMut::I32(_)) | None => {}
+                        }
                     }
                     (BlockMut::F64(state), Block::F64(grad)) => {
                         let moment = |i: usize| match write(&moments[i]) {
                             BlockMut::F64(m) => m,
-                            BlockMut::F32(_) | BlockMut::I32(_) => unreachable!("refused when loaded"),
+                            BlockMut::F32(_) | BlockMut::I32(_) | BlockMut::Bf16(_) | BlockMut::F16(_) => unreachable!("refused when loaded"),
                         };
                         match optimizer {
                             Optimizer::AdamW => flat::adamw(state, grad, moment(0), moment(1), scale, scalars),
@@ -270,7 +289,15 @@ fn load(rows: &Rows, block: &block::Block, first: usize, dst: BlockMut<'_>) {
             }
             block.each(|s| dst[s.local..s.local + s.len].copy_from_slice(&rows[first + s.logical..first + s.logical + s.len]));
         }
-        (Rows::Tokens(_), BlockMut::F32(_) | BlockMut::F64(_)) | (Rows::Values(_), BlockMut::I32(_)) => {
+        (Rows::Values(rows), BlockMut::Bf16(dst)) => {
+            dst.fill(bf16::ZERO);
+            block.each(|s| dst[s.local..s.local + s.len].iter_mut().zip(&rows[first + s.logical..]).for_each(|(d, r)| *d = bf16::from_f64(*r)));
+        }
+        (Rows::Values(rows), BlockMut::F16(dst)) => {
+            dst.fill(f16::ZERO);
+            block.each(|s| dst[s.local..s.local + s.len].iter_mut().zip(&rows[first + s.logical..]).for_each(|(d, r)| *d = f16::from_f64(*r)));
+        }
+        (Rows::Tokens(_), BlockMut::F32(_) | BlockMut::F64(_) | BlockMut::Bf16(_) | BlockMut::F16(_)) | (Rows::Values(_), BlockMut::I32(_)) => {
             unreachable!("the session checks the kinds of its inputs")
         }
     }
@@ -281,7 +308,7 @@ pub fn scalar(block: Block<'_>) -> f64 {
     match block {
         Block::F32(x) => f64::from(x[0]),
         Block::F64(x) => x[0],
-        Block::I32(_) => unreachable!("refused when loaded"),
+        Block::I32(_) | Block::Bf16(_) | Block::F16(_) => unreachable!("refused when loaded"),
     }
 }
 
@@ -289,6 +316,6 @@ fn put_scalar(block: BlockMut<'_>, value: f64) {
     match block {
         BlockMut::F32(x) => x[0] = value as f32,
         BlockMut::F64(x) => x[0] = value,
-        BlockMut::I32(_) => unreachable!("refused when loaded"),
+        BlockMut::I32(_) | BlockMut::Bf16(_) | BlockMut::F16(_) => unreachable!("refused when loaded"),
     }
 }

@@ -73,6 +73,8 @@ pub enum Action {
         state: Slot,
         grad: Slot,
         moments: Vec<Slot>,
+        /// Receives the result, rounded.
+        param: Option<Slot>,
         scale: Option<Slot>,
     },
     Record,
@@ -100,6 +102,14 @@ pub struct Code {
     /// In the order of [`Stream::ALL`].
     pub queues: [Vec<Item>; Stream::ALL.len()],
     pub records: usize,
+}
+
+impl Code {
+    /// Elements of staging that the rank's kernels need at most.
+    pub fn staging_elems(&self) -> usize {
+        let needs = self.actions.iter().map(|a| if let Action::Run { kernel, .. } = a { kernel.staging_elems() } else { 0 });
+        needs.max().unwrap_or(0)
+    }
 }
 
 /// The codes of all ranks, and where they meet.
@@ -247,7 +257,7 @@ impl Loader<'_> {
                         Work::AllGather { outer: shape.outer, block: shape.row / ways, dtype }
                     }
                 };
-                if *pattern != Pattern::AllGather && !matches!(dtype, DType::F32 | DType::F64) {
+                if *pattern != Pattern::AllGather && dtype == DType::I32 {
                     return Err(format!("no reduction in {dtype} on CPU ranks"));
                 }
                 let key = Key::Group { axes: *axes, stages: stages.clone(), members: members.clone() };
@@ -276,9 +286,6 @@ impl Loader<'_> {
             }
             Instr::ClipScale { src, dst } => Action::ClipScale { src: self.float(*src)?, dst: self.float(*dst)? },
             Instr::Update { state, grad, moments, param, scale } => {
-                if param.is_some() {
-                    return Err("CPU ranks keep no master copy".into());
-                }
                 let optimizer = self.program.optimizer.ok_or("the program has no optimizer")?;
                 let (state, grad) = (self.float(*state)?, self.float(*grad)?);
                 let moments = moments.iter().map(|&m| self.float(m)).collect::<Result<Vec<_>, _>>()?;
@@ -286,7 +293,11 @@ impl Loader<'_> {
                     return Err(format!("{} moments of the {} that {} has", moments.len(), optimizer.moments(), optimizer.name()));
                 }
                 self.same(&[&[state, grad], &moments[..]].concat())?;
-                Action::Update { optimizer, state, grad, moments, scale: scale.map(|s| self.float(s)).transpose()? }
+                let param = param.map(|p| self.slot(p)).transpose()?;
+                if let Some(param) = param.filter(|p| p.elems() != state.elems()) {
+                    return Err(format!("{} parameters of {} states", param.elems(), state.elems()));
+                }
+                Action::Update { optimizer, state, grad, moments, param, scale: scale.map(|s| self.float(s)).transpose()? }
             }
             Instr::Record(event) | Instr::Wait(event) if event.0 >= self.of_stage.events => return Err(format!("{event} does not exist")),
             Instr::Record(_) => Action::Record,
@@ -311,7 +322,7 @@ impl Loader<'_> {
         let kernel = Kernel::prepare(&node.op, &context, &in_types, &out_types).map_err(|e| e.to_string())?;
         let slots = |ids: &[BufferId]| ids.iter().map(|&b| self.slot(b)).collect::<Result<Vec<_>, _>>();
         let (ins, outs, scratch) = (slots(ins)?, slots(outs)?, scratch.map(|s| self.slot(s)).transpose()?);
-        let dtype = out_types.iter().chain(&in_types).map(|t| t.dtype).find(|&t| t != DType::I32).unwrap_or(DType::F32);
+        let dtype = kernel.dtype();
         if scratch.map_or(0, |s| s.bytes) < kernel.scratch_elems() * dtype.size() as usize {
             return Err(format!("needs {} elements of scratch", kernel.scratch_elems()));
         }

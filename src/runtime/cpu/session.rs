@@ -146,8 +146,12 @@ impl Session {
             if values.len() != expected {
                 return Err(RuntimeError::Param { param: self.graph.values[param.value].name.clone(), found: values.len(), expected });
             }
-            // SAFETY: no step runs: this has the only reference to the session.
-            unsafe { state::scatter(&self.graph, &self.program, &self.shared.world.arenas, role, id, &values) };
+            // Parameters of a 16-bit plan are rounded copies of their masters.
+            let roles: &[Role] = if role == Role::Param { &[Role::Param, Role::Master] } else { &[role] };
+            for &role in roles {
+                // SAFETY: no step runs: this has the only reference to the session.
+                unsafe { state::scatter(&self.graph, &self.program, &self.shared.world.arenas, role, id, &values) };
+            }
         }
         Ok(())
     }

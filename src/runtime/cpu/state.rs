@@ -11,6 +11,7 @@ use dplan_ir::program::{Bucket, Content, Instr, Member, Program, Role, StageProg
 use super::arena::{Arena, Slot};
 use crate::runtime::block::Block;
 use dplan_kernels::cpu::block::{Block as Data, BlockMut as DataMut};
+use half::{bf16, f16};
 
 /// Writes a logical tensor into every rank's buffers of `role` that hold parts of it.
 ///
@@ -24,6 +25,8 @@ pub unsafe fn scatter(graph: &Graph, program: &Program, arenas: &[Arena], role: 
             match unsafe { arenas[rank].write(slot, 0) } {
                 DataMut::F32(x) => x[local..local + len].iter_mut().zip(&values[logical..]).for_each(|(x, v)| *x = *v as f32),
                 DataMut::F64(x) => x[local..local + len].copy_from_slice(&values[logical..logical + len]),
+                DataMut::Bf16(x) => x[local..local + len].iter_mut().zip(&values[logical..]).for_each(|(x, v)| *x = bf16::from_f64(*v)),
+                DataMut::F16(x) => x[local..local + len].iter_mut().zip(&values[logical..]).for_each(|(x, v)| *x = f16::from_f64(*v)),
                 DataMut::I32(_) => {}
             }
         });
@@ -44,6 +47,8 @@ pub unsafe fn gather(graph: &Graph, program: &Program, arenas: &[Arena], role: R
             match unsafe { arenas[rank].read(slot, 0) } {
                 Data::F32(x) => values[logical..logical + len].iter_mut().zip(&x[local..]).for_each(|(v, x)| *v = f64::from(*x)),
                 Data::F64(x) => values[logical..logical + len].copy_from_slice(&x[local..local + len]),
+                Data::Bf16(x) => values[logical..logical + len].iter_mut().zip(&x[local..]).for_each(|(v, x)| *v = x.to_f64()),
+                Data::F16(x) => values[logical..logical + len].iter_mut().zip(&x[local..]).for_each(|(v, x)| *v = x.to_f64()),
                 Data::I32(_) => {}
             }
         });

@@ -13,6 +13,14 @@ use crate::prices::Prices;
 use crate::problem::Problem;
 use crate::space::Tuple;
 
+/// Whether the inputs of layers alone, which are kept for every micro-batch in flight, are more than all stages can hold. The first layer has no input.
+pub fn is_crowded(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple) -> bool {
+    let layers = problem.layers.len() as u64 - 1;
+    let least = (0..layers).map(|layer| prices.boundary_bytes(layer as u32, tuple.shape())).min().unwrap_or(0);
+    let held = |stage| problem.budget.checked_div(tuple.in_flight(stage) * least).unwrap_or(u64::MAX);
+    (0..tuple.pp).map(held).fold(0, u64::saturating_add) < layers
+}
+
 /// What no plan with these menus can beat.
 pub fn priced(menus: &Menus, layers: &[usize]) -> u64 {
     let (p, m) = (menus.tuple.pp, menus.tuple.micro_batches);
@@ -36,7 +44,7 @@ pub fn priced(menus: &Menus, layers: &[usize]) -> u64 {
 
 /// What no plan of a tuple can beat, before its layers are priced: each takes at least its floor ([`Prices::floor`]).
 pub fn floor(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple) -> u64 {
-    spread(problem, tuple, |class| prices.floor(class, tuple.sharers(), tuple.micro_batch).0)
+    spread(problem, tuple, |class| prices.floor(class, tuple.shape()).0)
 }
 
 /// The same by the trend of a larger micro-batch ([`Prices::trend`]).

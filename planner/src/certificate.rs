@@ -7,7 +7,7 @@ use crate::objective::{Home, Terms};
 use crate::prices::Prices;
 use crate::problem::Problem;
 use crate::search::{Closed, How, largest};
-use crate::space::{MOST_TP, Tuple};
+use crate::space::{MOST_TP, Tuple, least_block};
 use dplan_ir::plan::{Schedule, Zero};
 use dplan_ir::sharding::Sharding;
 use std::collections::BTreeSet;
@@ -51,7 +51,8 @@ pub enum Fault {
 pub fn check(problem: &Problem, prices: &mut dyn Prices, objective: u64, closed: &[Closed]) -> Result<Checked, Vec<Fault>> {
     let mut faults = Vec::new();
     let mut missing = space(problem, prices);
-    let largest = largest(&missing);
+    let roomy: Vec<Tuple> = missing.iter().filter(|t| !is_crowded(problem, prices, t)).copied().collect();
+    let largest = largest(&roomy);
     let mut checked = Checked::default();
     let mut witness = false;
     for &Closed { tuple, how } in closed {
@@ -70,7 +71,8 @@ pub fn check(problem: &Problem, prices: &mut dyn Prices, objective: u64, closed:
             How::Nothing(_) => checked.trusted += 1,
             How::Open(_) => faults.push(Fault::Open(tuple)),
             How::Impossible if weights(problem, prices, &tuple).is_none() => checked.recomputed += 1,
-            How::Impossible => faults.push(Fault::Possible(tuple)),
+            How::Crowded if is_crowded(problem, prices, &tuple) => checked.recomputed += 1,
+            How::Impossible | How::Crowded => faults.push(Fault::Possible(tuple)),
             How::Twin(at) => {
                 let wanted = Tuple { schedule: Schedule::OneFOneB, ..tuple };
                 if tuple.schedule == Schedule::GPipe && closed.get(at).is_some_and(|c| c.tuple == wanted) {
@@ -83,7 +85,7 @@ pub fn check(problem: &Problem, prices: &mut dyn Prices, objective: u64, closed:
                 faults.push(Fault::Low { tuple, claimed, objective })
             }
             How::Floor(claimed) => {
-                let found = quickest(problem, &tuple, |class| prices.floor(class, tuple.cp * tuple.tp * tuple.ep, tuple.micro_batch).0);
+                let found = quickest(problem, &tuple, |class| prices.floor(class, tuple.shape()).0);
                 record(&mut checked, &mut faults, tuple, claimed, found, objective);
             }
             How::Trend(claimed) => {
@@ -111,6 +113,18 @@ fn record(checked: &mut Checked, faults: &mut Vec<Fault>, tuple: Tuple, claimed:
     }
 }
 
+/// Whether some stage would have to keep more layer inputs than it has room for, however the layers are shared out.
+fn is_crowded(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple) -> bool {
+    let inputs: Vec<u64> = (1..problem.layers.len() as u32).map(|layer| prices.boundary_bytes(layer - 1, tuple.shape())).collect();
+    let smallest = inputs.iter().copied().min().unwrap_or(0);
+    let mut left = inputs.len() as u64;
+    for stage in 0..tuple.pp {
+        let each = tuple.in_flight(stage) * smallest;
+        left = if each == 0 { 0 } else { left.saturating_sub(problem.budget / each) };
+    }
+    left > 0
+}
+
 /// Every tuple of the space, by trying all numbers.
 fn space(problem: &Problem, prices: &mut dyn Prices) -> BTreeSet<Tuple> {
     let (n, pins) = (problem.devices, &problem.pins);
@@ -124,7 +138,8 @@ fn space(problem: &Problem, prices: &mut dyn Prices) -> BTreeSet<Tuple> {
         boundaries.retain(|b| pins.boundary.values().is_none_or(|v| v.iter().any(|&on| *b == on.then_some(1))));
         for pp in (1..=problem.layers.len() as u64).filter(|&pp| n % (tp * pp) == 0 && pins.pp.allows(&pp)) {
             let rest = n / (tp * pp);
-            let contexts: Vec<u64> = prices.contexts(rest).into_iter().filter(|cp| rest.is_multiple_of(*cp) && pins.cp.allows(cp)).collect();
+            let contexts: Vec<u64> =
+                prices.contexts(rest, least_block(pins)).into_iter().filter(|cp| rest.is_multiple_of(*cp) && pins.cp.allows(cp)).collect();
             for (cp, dp) in contexts.into_iter().map(|cp| (cp, rest / cp)).filter(|(_, dp)| pins.dp.allows(dp)) {
                 let experts: Vec<u64> = prices.experts(dp).into_iter().filter(|ep| dp.is_multiple_of(*ep) && pins.ep.allows(ep)).collect();
                 for micro_batch in (1..=problem.batch / dp).filter(|&b| problem.batch.is_multiple_of(dp * b) && pins.micro_batch.allows(&b)) {

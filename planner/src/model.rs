@@ -138,15 +138,15 @@ impl Prices for Model<'_> {
         all
     }
 
-    fn floor(&mut self, class: u32, ranks: u64, micro_batch: u64) -> Nanos {
-        let alone = Shape { tp: 1, cp: 1, ep: 1, micro_batch, boundary: None, padding: 0 };
+    fn floor(&mut self, class: u32, shape: Shape) -> Nanos {
+        let alone = Shape { tp: 1, cp: 1, boundary: None, padding: 0, ..shape };
         let quickest = self.offers(class, alone).iter().map(|o| o.option.time().0).min().unwrap_or(0);
-        Nanos(quickest / ranks)
+        Nanos(quickest / (shape.cp * shape.tp))
     }
 
-    fn contexts(&self, ranks: u64) -> Vec<u64> {
+    fn contexts(&self, ranks: u64, least_block: u64) -> Vec<u64> {
         let size = self.graph.sequence.map_or(1, |dim| self.graph.size(dim));
-        divisors(ranks).filter(|&cp| size.is_multiple_of(cp)).collect()
+        divisors(ranks).filter(|&cp| cp == 1 || size.is_multiple_of(cp) && size / cp >= least_block).collect()
     }
 
     fn experts(&self, ranks: u64) -> Vec<u64> {

@@ -54,11 +54,10 @@ pub trait Prices: Links {
     fn paddings(&mut self, tp: u64) -> u32;
     /// All ways of running a layer worth considering, or none if the shape is impossible for it.
     fn offers(&mut self, class: u32, shape: Shape) -> Rc<[Offer]>;
-    /// No offer of the class takes less than this, forward and backward, on so many ranks that share a micro-batch by tensor, context and expert parallelism, whatever
-    /// boundary and padding: found without pricing offers.
-    fn floor(&mut self, class: u32, ranks: u64, micro_batch: u64) -> Nanos;
-    /// Degrees of context parallelism that the model's sequences allow.
-    fn contexts(&self, ranks: u64) -> Vec<u64>;
+    /// No offer of the class takes less than this, forward and backward, in the shape, whatever its boundary and padding: found with little pricing.
+    fn floor(&mut self, class: u32, shape: Shape) -> Nanos;
+    /// Degrees of context parallelism that leave every rank a block of at least so many positions.
+    fn contexts(&self, ranks: u64, least_block: u64) -> Vec<u64>;
     /// Degrees of expert parallelism that the model's experts allow.
     fn experts(&self, ranks: u64) -> Vec<u64>;
     /// No offer of the class takes less in this shape, as found by pricing the same shape with `largest` sequences: a sequence takes least time in the largest

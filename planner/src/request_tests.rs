@@ -98,7 +98,7 @@ fn floors_and_trends_are_below_all_prices() {
                         let shape = Shape { tp, cp: 1, ep: 1, micro_batch, boundary, padding };
                         for &class in &classes {
                             let Some(least) = model.offers(class, shape).iter().map(|o| o.option.time()).min() else { continue };
-                            let (floor, trend) = (model.floor(class, tp, micro_batch), model.trend(class, shape, 8));
+                            let (floor, trend) = (model.floor(class, shape), model.trend(class, shape, 8));
                             assert!(floor <= least && trend <= least, "{cluster} {shape:?} class {class}: {floor}, {trend}, {least}");
                             compared += 1;
                         }

@@ -32,6 +32,8 @@ pub enum How {
     Best(u64),
     /// Some layer cannot run in it.
     Impossible,
+    /// What layers hand over does not fit, even if nothing else is kept.
+    Crowded,
     /// Not better than the tuple at this position, which differs in the schedule only.
     Twin(usize),
     /// Time ran out; no plan of it is below this.
@@ -91,10 +93,11 @@ pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bo
         let twin = Tuple { schedule: Schedule::OneFOneB, ..*tuple };
         match space.binary_search(&twin) {
             Ok(twin) if tuple.schedule == Schedule::GPipe => how[at] = Some(How::Twin(twin)),
+            _ if bound::is_crowded(problem, prices, tuple) => how[at] = Some(How::Crowded),
             _ => queue.push(Reverse((bound::floor(problem, prices, tuple), Level::Floor, at))),
         }
     }
-    let largest = largest(&space);
+    let largest = largest(space.iter().zip(&how).filter(|(_, how)| !matches!(how, Some(How::Crowded))).map(|(tuple, _)| tuple));
     let mut best: Option<Found> = None;
     let mut objective = NEVER;
     let mut solved = 0;

@@ -1,8 +1,8 @@
 //! Global tuples: the choices that all layers share.
 //!
 //! The space of a request is every tuple with `dp · cp · tp · pp` = all devices, `dp · micro_batch · micro_batches` = the batch, at least one layer for each
-//! stage, `cp` a divisor of the sequence, `ep` one of `dp` and of the experts, and `tp` at most [`MOST_TP`] unless a pin asks for more; times every cut of the layers
-//! into `pp` stages; times every option and ZeRO stage of every layer.
+//! stage, `cp` a divisor of the sequence that leaves blocks of [`LEAST_BLOCK`] (unless it is pinned), `ep` a divisor of `dp` and of the experts, and `tp` at most
+//! [`MOST_TP`] (unless a pin asks for more); times every cut of the layers into `pp` stages; times every option and ZeRO stage of every layer.
 
 use crate::pins::Pins;
 use crate::prices::{Prices, Shape};
@@ -11,6 +11,14 @@ use dplan_ir::plan::Schedule;
 
 /// The widest tensor parallelism that is searched without a pin: the largest node sold has 72 devices on one fabric, and every matrix of a layer cut 64 ways is small.
 pub const MOST_TP: u64 = 64;
+
+/// The shortest block of a sequence that context parallelism is searched for without a pin, positions: shorter ones leave products too few rows.
+pub const LEAST_BLOCK: u64 = 512;
+
+/// The shortest block of a sequence under these pins.
+pub fn least_block(pins: &Pins) -> u64 {
+    if pins.cp.is_pinned() { 1 } else { LEAST_BLOCK }
+}
 
 /// Choices that all layers share. Ordered: among equal plans the least tuple wins.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -37,10 +45,6 @@ impl Tuple {
     }
     pub fn mesh(&self) -> Mesh {
         Mesh::of(self.degrees())
-    }
-    /// Ranks that share some of the work of one micro-batch on a stage.
-    pub fn sharers(&self) -> u64 {
-        self.ep * self.cp * self.tp
     }
     /// Micro-batches whose activations a stage holds.
     pub fn in_flight(&self, stage: u64) -> u64 {
@@ -87,7 +91,7 @@ pub fn layouts(prices: &dyn Prices, devices: u64, pins: &Pins) -> Vec<(Degrees, 
     let mut all = Vec::new();
     for tp in divisors(devices).filter(|tp| pins.tp.allows(tp) && (*tp <= MOST_TP || pins.tp.is_pinned())) {
         for pp in divisors(devices / tp).filter(|pp| pins.pp.allows(pp) && *pp <= layers) {
-            for cp in prices.contexts(devices / tp / pp).into_iter().filter(|cp| pins.cp.allows(cp)) {
+            for cp in prices.contexts(devices / tp / pp, least_block(pins)).into_iter().filter(|cp| pins.cp.allows(cp)) {
                 let dp = devices / tp / pp / cp;
                 if pins.dp.allows(&dp) {
                     let experts = prices.experts(dp).into_iter().filter(|ep| pins.ep.allows(ep));

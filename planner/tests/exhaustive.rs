@@ -99,7 +99,7 @@ fn enumerate(problem: &Problem, prices: &mut Drawn) -> Option<u64> {
     for tp in (1..=n).filter(|t| n.is_multiple_of(*t) && problem.pins.tp.allows(t)) {
         for pp in (1..=n / tp).filter(|p| (n / tp).is_multiple_of(*p) && *p as usize <= layers && problem.pins.pp.allows(p)) {
             let rest = n / tp / pp;
-            let cps: Vec<u64> = (1..=rest).filter(|cp| rest.is_multiple_of(*cp) && prices.contexts(rest).contains(cp)).collect();
+            let cps: Vec<u64> = (1..=rest).filter(|cp| rest.is_multiple_of(*cp) && prices.contexts(rest, 1).contains(cp)).collect();
             let degrees = cps.into_iter().flat_map(|cp| {
                 let dp = rest / cp;
                 (1..=dp)

@@ -118,7 +118,7 @@ impl Prices for Drawn {
         };
         Rc::clone(self.known.entry((class, shape)).or_insert_with(|| draw().into()))
     }
-    fn contexts(&self, ranks: u64) -> Vec<u64> {
+    fn contexts(&self, ranks: u64, _: u64) -> Vec<u64> {
         let most = [1, 1, 2, 4][(self.seed % 4) as usize];
         (1..=most).filter(|cp| ranks.is_multiple_of(*cp)).collect()
     }
@@ -126,7 +126,7 @@ impl Prices for Drawn {
         let most = [1, 4, 1, 2, 1][(self.seed % 5) as usize];
         (1..=most).filter(|ep| ranks.is_multiple_of(*ep)).collect()
     }
-    fn floor(&mut self, _: u32, _: u64, _: u64) -> Nanos {
+    fn floor(&mut self, _: u32, _: Shape) -> Nanos {
         Nanos(30)
     }
     fn trend(&mut self, class: u32, shape: Shape, _: u64) -> Nanos {
@@ -163,7 +163,8 @@ fn offer(dice: &mut Dice, shape: Shape, width: u64, size: u64, tied: bool) -> Of
     let forward = width * shape.micro_batch / split + talk + dice.within(20, 100);
     let recompute = if dice.one_in(2) { Recompute::Full } else { Recompute::None };
     let backward = 2 * forward + if recompute == Recompute::Full { forward } else { 0 };
-    let frame = dice.within(200, 3000) * shape.micro_batch / if recompute == Recompute::Full { 4 } else { 1 };
+    // Every layer keeps its input at least.
+    let frame = (300 + dice.within(0, 3000) / if recompute == Recompute::Full { 4 } else { 1 }) * shape.micro_batch;
     let option = LayerOption {
         strategy: Vec::new(),
         recompute,

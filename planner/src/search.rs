@@ -87,7 +87,6 @@ enum Level {
 pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bool) -> Outcome {
     let space = tuples(prices, problem.devices, problem.batch, &problem.pins);
     let mut how: Vec<Option<How>> = vec![None; space.len()];
-    let mut priced: Vec<Option<Priced>> = space.iter().map(|_| None).collect();
     let mut queue = BinaryHeap::new();
     for (at, tuple) in space.iter().enumerate() {
         let twin = Tuple { schedule: Schedule::OneFOneB, ..*tuple };
@@ -118,24 +117,15 @@ pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bo
                 let trend = bound::trend(problem, prices, &space[at], largest[&space[at].tp]);
                 queue.push(Reverse((trend.max(bound), Level::Trend, at)));
             }
-            Level::Trend => match Menus::new(problem, prices, space[at]) {
+            Level::Trend => match price(problem, prices, space[at], bound).first() {
                 None => how[at] = Some(How::Impossible),
-                Some(menus) => {
-                    let mut by_tie: Priced = menus.by_tie().into_iter().map(|m| (bound::priced(&m, &problem.layers).max(bound), m)).collect();
-                    by_tie.sort_by_key(|(bound, _)| *bound);
-                    match by_tie.first() {
-                        None => how[at] = Some(How::Impossible),
-                        Some(&(bound, _)) => {
-                            queue.push(Reverse((bound, Level::Priced, at)));
-                            priced[at] = Some(by_tie);
-                        }
-                    }
-                }
+                Some(&(bound, _)) => queue.push(Reverse((bound, Level::Priced, at))),
             },
             Level::Priced => {
                 solved += 1;
                 how[at] = Some(How::Nothing(objective));
-                for (bound, menus) in priced[at].take().unwrap_or_default() {
+                // Made again: most menus are never asked for, and all together are large.
+                for (bound, menus) in price(problem, prices, space[at], bound) {
                     if bound >= objective {
                         break;
                     }
@@ -173,6 +163,14 @@ pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bo
     let statistics = Statistics { space: space.len(), solved, lower_bound, gap, proved };
     let closed = space.into_iter().zip(how).map(|(tuple, how)| Closed { tuple, how: how.unwrap_or(How::Open(0)) }).collect();
     Outcome { best, closed, statistics }
+}
+
+/// The menus of a tuple with what no plan of theirs can beat, the most promising first; none if some layer cannot run in it.
+fn price(problem: &Problem, prices: &mut dyn Prices, tuple: Tuple, least: u64) -> Priced {
+    let all = Menus::new(problem, prices, tuple).map_or_else(Vec::new, |menus| menus.by_tie());
+    let mut priced: Priced = all.into_iter().map(|m| (bound::priced(&m, &problem.layers).max(least), m)).collect();
+    priced.sort_by_key(|(bound, _)| *bound);
+    priced
 }
 
 /// The largest micro-batch of each degree of tensor parallelism.

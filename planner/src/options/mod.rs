@@ -33,6 +33,7 @@ use dplan_ir::sharding::{Padded, Sharding, local_type};
 use form::{BACKWARD, Cost, FORWARD, FRAME, Measure, VARIANTS as COUNT, WORKSPACE};
 use labels::Path;
 use net::{Keep, Net, Stage};
+use std::rc::Rc;
 
 /// What all layers of a plan share, as far as it decides what one micro-batch costs on one rank.
 #[derive(Clone, Debug)]
@@ -87,7 +88,8 @@ impl<'a> Pricing<'a> {
 /// One way of running a layer, and what it costs for one micro-batch on one rank.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct LayerOption {
-    pub strategy: Vec<Assignment>,
+    /// Shared with all options that make the same choice for an op: there are many options, and few choices.
+    pub strategy: Vec<Rc<Assignment>>,
     pub recompute: Recompute,
     pub gathered: Gathered,
     /// Ops and tensor-parallel collectives of the forward pass.
@@ -185,7 +187,7 @@ fn buckets(pricing: &Pricing<'_>, stored: &[(ParamId, Sharding, AxisSet)], tied:
 
 impl LayerOption {
     pub fn plan(&self, zero: Zero) -> LayerPlan {
-        LayerPlan { zero, recompute: self.recompute, gathered: self.gathered, strategy: self.strategy.clone() }
+        LayerPlan { zero, recompute: self.recompute, gathered: self.gathered, strategy: self.strategy.iter().map(|a| Assignment::clone(a)).collect() }
     }
     /// Forward and backward.
     pub fn time(&self) -> Nanos {

@@ -17,6 +17,7 @@ use dplan_ir::rule::Assignment;
 use dplan_ir::sharding::{LocalType, Sharding};
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasherDefault, Hasher};
+use std::rc::Rc;
 
 /// What a strategy of an op tells one slot. Shardings are numbers in the slot's list.
 #[derive(Clone, Copy, Debug)]
@@ -52,7 +53,7 @@ enum Reader {
 /// A strategy of one op.
 #[derive(Clone, Debug)]
 pub(super) struct Choice {
-    pub assignment: Assignment,
+    pub assignment: Rc<Assignment>,
     events: Vec<Event>,
     /// Of the op and its derivatives alone.
     costs: Costs,
@@ -171,7 +172,7 @@ impl<'p> Net<'p> {
 
     /// The events and own costs of a strategy of a step's op.
     fn choice(&mut self, step: &Step, assignment: Assignment) -> Option<Choice> {
-        let mut choice = Choice { assignment, events: Vec::new(), costs: [Cost::default(); VARIANTS] };
+        let mut choice = Choice { assignment: Rc::new(assignment), events: Vec::new(), costs: [Cost::default(); VARIANTS] };
         let (forward, scratch) = self.op(step, &step.forward, &mut choice)?;
         for (variant, cost) in choice.costs.iter_mut().enumerate() {
             cost.add(FORWARD, forward);
@@ -238,7 +239,7 @@ impl<'p> Net<'p> {
         let (choices, made) = (&self.choices[at], &self.seen[slot].shardings[usize::from(base)]);
         let find = || {
             let wanted = follow(&self.blueprint.steps[at].forward.rule, &made.dims, self.pricing.mesh.tp());
-            choices.iter().position(|c| c.assignment == wanted)
+            choices.iter().position(|c| *c.assignment == wanted)
         };
         self.followers.entry((at, base)).or_insert_with(find).map_or(all, |c| c..c + 1)
     }
@@ -462,9 +463,9 @@ impl<'p> Net<'p> {
     }
 
     /// A path's strategy, in graph order.
-    pub fn strategy(&self, path: &[usize]) -> Vec<Assignment> {
-        let mut placed: Vec<(usize, Assignment)> =
-            path.iter().enumerate().map(|(at, &c)| (self.blueprint.steps[at].at, self.choices[at][c].assignment.clone())).collect();
+    pub fn strategy(&self, path: &[usize]) -> Vec<Rc<Assignment>> {
+        let mut placed: Vec<(usize, Rc<Assignment>)> =
+            path.iter().enumerate().map(|(at, &c)| (self.blueprint.steps[at].at, Rc::clone(&self.choices[at][c].assignment))).collect();
         placed.sort_by_key(|&(at, _)| at);
         placed.into_iter().map(|(_, a)| a).collect()
     }

@@ -8,6 +8,7 @@ use dplan_ir::entity::FormId;
 use dplan_ir::plan::LayerPlan;
 use dplan_ir::sharded::Stmt;
 use dplan_ir::sharding::LocalType;
+use std::rc::Rc;
 
 impl Pricing<'_> {
     /// The cost of a layer run as `plan` says: the sum over the statements and forms of its lowering. The ZeRO stage does not matter here.
@@ -24,7 +25,7 @@ impl Pricing<'_> {
             }
         }
         Ok(LayerOption {
-            strategy: plan.strategy.clone(),
+            strategy: plan.strategy.iter().cloned().map(Rc::new).collect(),
             recompute: plan.recompute,
             gathered: plan.gathered,
             forward: self.time(&fragment, &fragment.forward),

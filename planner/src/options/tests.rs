@@ -190,7 +190,7 @@ pub(super) fn branching(draw: &mut Draw, ops: u64) -> Graph {
 /// Checks that a path through the network costs what its lowering does, under every variant, and says so where neither can be done.
 fn same_as_lowering(pricing: &Pricing<'_>, layer: u32, net: &mut Net<'_>, path: &[usize]) -> Option<Costs> {
     let walked = net.walk(path);
-    let strategy = net.strategy(path);
+    let strategy: Vec<Assignment> = net.strategy(path).iter().map(|a| Assignment::clone(a)).collect();
     for (variant, &(recompute, gathered)) in VARIANTS.iter().enumerate() {
         let plan = LayerPlan { zero: Zero(0), recompute, gathered, strategy: strategy.clone() };
         match (&walked, pricing.price(layer, &plan)) {
@@ -286,7 +286,8 @@ fn options_are_the_undominated_ones_of_all_strategies() {
             }
             let mut all = Vec::new();
             for path in every_path(&net) {
-                if !follows(pricing, layer, &net.strategy(&path)) {
+                let strategy: Vec<Assignment> = net.strategy(&path).iter().map(|a| Assignment::clone(a)).collect();
+                if !follows(pricing, layer, &strategy) {
                     continue;
                 }
                 let costs = same_as_lowering(pricing, layer, &mut net, &path);

@@ -119,8 +119,7 @@ fn is_crowded(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple) -> bool
     let smallest = inputs.iter().copied().min().unwrap_or(0);
     let mut left = inputs.len() as u64;
     for stage in 0..tuple.pp {
-        let each = tuple.in_flight(stage) * smallest;
-        left = if each == 0 { 0 } else { left.saturating_sub(problem.budget / each) };
+        left = left.saturating_sub(problem.budget.checked_div(tuple.in_flight(stage) * smallest).unwrap_or(u64::MAX));
     }
     left > 0
 }

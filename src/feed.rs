@@ -1,9 +1,10 @@
 //! What a step trains on: rows of a token source, or random ones, as the inputs of a graph.
 //!
-//! Row `r` of step `t` is sequence `t · batch + r` of the source, whatever the plan: ranks and micro-batches take their rows from the step's batch
-//! ([`crate::runtime::batch`]).
+//! Row `r` of a step that begins at position `p` is sequence `p + r` of the source, whatever the plan: ranks and micro-batches take their rows from the
+//! step's batch ([`crate::runtime::batch`]). [`Batches`] reads ahead on a thread of its own.
 
-use crate::data::{DataError, TokenSource};
+use crate::checkpoint::DataMark;
+use crate::data::{DataError, SequenceOrder, TokenSource};
 use crate::runtime::{Batch, Rows};
 use dplan_ir::dtype::DType;
 use dplan_ir::entity::ValueId;
@@ -12,7 +13,12 @@ use dplan_ir::init::{self, name_hash};
 use dplan_ir::op::Op;
 use dplan_ir::order::Order;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, sync_channel};
 use thiserror::Error;
+
+/// Batches that are read before they are asked for.
+const AHEAD: usize = 2;
 
 #[derive(Debug, Error)]
 pub enum FeedError {
@@ -100,37 +106,93 @@ impl Feed {
         Ok(Feed { source, inputs, batch, targets: target_count(graph, batch), seed })
     }
 
+    /// The same data in another order than the file's.
+    pub fn in_order(self, order: SequenceOrder) -> Feed {
+        Feed { source: self.source.map(|s| s.in_order(order)), ..self }
+    }
+
     /// Target tokens of a step: what its loss is the mean over.
     pub fn targets(&self) -> u64 {
         self.targets
     }
 
-    /// The inputs of a step.
+    /// Sequences of a step.
+    pub fn sequences(&self) -> u64 {
+        self.batch
+    }
+    /// What the data is; `None` if it is random.
+    pub fn mark(&self) -> Option<DataMark> {
+        self.source.as_ref().map(TokenSource::mark)
+    }
+
+    /// The inputs of a step, of a run whose steps all have this batch.
     ///
     /// # Errors
-    /// If the source cannot be read any more.
+    /// If there is no such step.
     pub fn batch(&self, step: u64) -> Result<Batch, DataError> {
+        step.checked_mul(self.batch).map(|position| self.at(position)).ok_or(DataError::Ended)
+    }
+
+    /// The inputs of the step that begins at a position, in sequences.
+    pub fn at(&self, position: u64) -> Batch {
         let Some(source) = &self.source else {
-            return Ok(Batch { inputs: self.inputs.iter().map(|i| self.random(i, step)).collect() });
+            return Batch { inputs: self.inputs.iter().map(|i| self.random(i, position)).collect() };
         };
         let row = self.inputs[0].row as usize;
         let (mut tokens, mut targets) = (vec![0; row * self.batch as usize], vec![0; row * self.batch as usize]);
         for (r, (tokens, targets)) in tokens.chunks_exact_mut(row).zip(targets.chunks_exact_mut(row)).enumerate() {
-            source.fill(step, r as u64, tokens, targets)?;
+            source.sequence(position + r as u64, tokens, targets);
         }
-        Ok(Batch { inputs: vec![Rows::Tokens(self.inputs[0].arrange(tokens)), Rows::Tokens(self.inputs[1].arrange(targets))] })
+        Batch { inputs: vec![Rows::Tokens(self.inputs[0].arrange(tokens)), Rows::Tokens(self.inputs[1].arrange(targets))] }
     }
 
-    fn random(&self, input: &Input, step: u64) -> Rows {
+    fn random(&self, input: &Input, position: u64) -> Rows {
         let elems = input.row * self.batch;
         let normal = dplan_ir::graph::Init::Normal { std: 1.0 };
-        let draw = |i: u64| init::element(normal, self.seed, name_hash(&input.name), step * elems + i);
+        let draw = |i: u64| init::element(normal, self.seed, name_hash(&input.name), position * input.row + i);
         if input.dtype == DType::I32 {
             // The normal distribution function would be exact; the low bits of a normal number are uniform enough for a smoke test.
             Rows::Tokens(input.arrange((0..elems).map(|i| ((draw(i).to_bits() >> 8) % input.limit.max(1)) as i32).collect()))
         } else {
             Rows::Values(input.arrange((0..elems).map(draw).collect()))
         }
+    }
+}
+
+/// The batches from a position on, read ahead.
+pub struct Batches {
+    position: u64,
+    step: u64,
+    from: Receiver<Batch>,
+}
+
+impl Batches {
+    /// # Errors
+    /// If the thread cannot be started.
+    pub fn start(feed: &Arc<Feed>, position: u64) -> Result<Batches, DataError> {
+        let (to, from) = sync_channel(AHEAD);
+        let (step, feed) = (feed.sequences(), Arc::clone(feed));
+        let read = move || {
+            let mut at = position;
+            // The send fails when nobody wants batches any more.
+            while to.send(feed.at(at)).is_ok() {
+                at += step;
+            }
+        };
+        let started = std::thread::Builder::new().name("batches".into()).spawn(read);
+        started.map_err(|source| DataError::Read { file: "the thread that reads ahead".into(), source })?;
+        Ok(Batches { position, step, from })
+    }
+
+    /// The next batch, and the position it begins at.
+    ///
+    /// # Errors
+    /// If the thread has ended.
+    pub fn take(&mut self) -> Result<(u64, Arc<Batch>), DataError> {
+        let batch = Arc::new(self.from.recv().map_err(|_| DataError::Ended)?);
+        let begins = self.position;
+        self.position += self.step;
+        Ok((begins, batch))
     }
 }
 

@@ -1,12 +1,14 @@
 //! `dplan`, the binary's library: everything that touches files, threads, clocks and the environment. What a program is, which one to run and how
 //! an op runs are the crates `dplan-ir`, `dplan-planner` and `dplan-kernels`; they know nothing of this one.
 
+pub mod checkpoint;
 pub mod cli;
 pub mod cluster;
 pub mod compile;
 pub mod data;
 pub mod export;
 pub mod feed;
+pub mod fingerprint;
 pub mod import;
 pub mod planfile;
 pub mod profile;

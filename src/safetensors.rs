@@ -78,6 +78,11 @@ impl TensorFile {
         Ok(TensorFile { name, tensors, file, data: 8 + length })
     }
 
+    /// Where a tensor begins in the file.
+    pub fn offset(&self, entry: &Entry) -> u64 {
+        self.data + entry.begin
+    }
+
     /// The raw bytes of a tensor.
     ///
     /// # Errors
@@ -126,14 +131,14 @@ pub fn encode(dtype: DType, value: f64, bytes: &mut [u8], index: usize) {
     }
 }
 
-/// The header of a file that holds `tensors` in this order, without gaps, and where each begins.
-pub fn header(dtype: DType, tensors: &[(String, Vec<u64>)]) -> (Vec<u8>, Vec<u64>) {
+/// The header of a file that holds `tensors` (name, type, shape) in this order, without gaps, and where each begins.
+pub fn header(tensors: &[(String, DType, Vec<u64>)]) -> (Vec<u8>, Vec<u64>) {
     let mut members = serde_json::Map::new();
     members.insert("__metadata__".into(), serde_json::json!({ "format": "pt" }));
     let (mut begins, mut at) = (Vec::with_capacity(tensors.len()), 0);
-    for (name, shape) in tensors {
+    for (name, dtype, shape) in tensors {
         let end = at + shape.iter().product::<u64>() * dtype.size();
-        members.insert(name.clone(), serde_json::json!({ "dtype": type_name(dtype), "shape": shape, "data_offsets": [at, end] }));
+        members.insert(name.clone(), serde_json::json!({ "dtype": type_name(*dtype), "shape": shape, "data_offsets": [at, end] }));
         begins.push(at);
         at = end;
     }

@@ -206,8 +206,8 @@ fn save(model: &Model, path: &Path, dtype: DType) {
 }
 
 fn write(path: &Path, tensors: &[(String, Vec<u64>, Vec<u8>)]) {
-    let list: Vec<(String, Vec<u64>)> = tensors.iter().map(|t| (t.0.clone(), t.1.clone())).collect();
-    let (mut bytes, begins) = dplan::safetensors::header(DType::F32, &list);
+    let list: Vec<(String, DType, Vec<u64>)> = tensors.iter().map(|t| (t.0.clone(), DType::F32, t.1.clone())).collect();
+    let (mut bytes, begins) = dplan::safetensors::header(&list);
     for (tensor, begin) in tensors.iter().zip(begins) {
         assert_eq!(bytes.len() as u64, begin);
         bytes.extend_from_slice(&tensor.2);

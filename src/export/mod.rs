@@ -1,5 +1,6 @@
 //! What dplan writes: files appear whole or not at all.
 
+pub mod layout;
 pub mod weights;
 
 use std::fs::{self, File};

@@ -23,6 +23,9 @@ const BUFFERS: [&str; 3] = [".attn.bias", ".attn.masked_bias", "rotary_emb.inv_f
 /// Prefixes of names that a checkpoint of the bare model leaves out.
 const PREFIXES: [&str; 2] = ["model.", "transformer."];
 
+/// The head of a model.
+const HEAD: &str = "lm_head.weight";
+
 /// How weights and a graph disagree.
 #[derive(Debug, thiserror::Error)]
 pub enum WeightsError {
@@ -85,6 +88,27 @@ impl Weights {
         let files = paths.iter().map(|p| TensorFile::open(p)).collect::<Result<Vec<_>, _>>()?;
         let home = files.iter().enumerate().flat_map(|(i, f)| f.tensors.keys().map(move |t| (t.clone(), i))).collect();
         Ok(Weights { name, files, home })
+    }
+
+    pub fn files(&self) -> &[TensorFile] {
+        &self.files
+    }
+    /// The index that named the files.
+    pub fn index(&self) -> Option<PathBuf> {
+        Some(PathBuf::from(&self.name)).filter(|p| p.extension().is_some_and(|e| e == "json"))
+    }
+    /// The model's configuration, where one lies beside the weights.
+    pub fn config(&self) -> Option<PathBuf> {
+        Some(Path::new(&self.name).with_file_name("config.json")).filter(|p| p.is_file())
+    }
+    /// Where the tensor called `name` is: which file, and where in it.
+    pub fn place(&self, name: &str) -> Option<(usize, &Entry)> {
+        let (tensor, _, entry) = self.find(name)?;
+        Some((*self.home.get(tensor)?, entry))
+    }
+    /// The tensor that is a copy of the embedding, where the model's head is tied to it and the files hold both.
+    pub fn tied_head(&self, graph: &Graph) -> Option<&'static str> {
+        Some(HEAD).filter(|head| self.home.contains_key(*head) && !wanted(graph).contains_key(*head))
     }
 
     /// Whether these are the weights of `graph`, by names, shapes and types; tied heads also by content.
@@ -159,8 +183,8 @@ impl Weights {
 
     /// Whether an unused tensor is a copy of the embedding, stored as the head of a model whose head is tied.
     fn is_tied_head(&self, tensor: &str, used: &BTreeSet<&str>) -> Result<bool, WeightsError> {
-        let embedding = used.iter().find(|t| t.ends_with("embed_tokens.weight") || t.ends_with("wte.weight"));
-        let (true, Some(embedding)) = (tensor == "lm_head.weight", embedding) else { return Ok(false) };
+        let embedding = used.iter().find(|t| is_embedding(t));
+        let (true, Some(embedding)) = (tensor == HEAD, embedding) else { return Ok(false) };
         let content = |tensor: &str| -> Result<(&Entry, Vec<u8>), ImportError> {
             let file = &self.files[self.home[tensor]];
             Ok((&file.tensors[tensor], file.bytes(&file.tensors[tensor])?))
@@ -196,6 +220,11 @@ pub fn spans(piece: &Piece, shape: &[u64]) -> impl Iterator<Item = (usize, usize
         }
     };
     (0..runs).map(move |run| (run * stride + start, at + run * len, len))
+}
+
+/// Whether a tensor is a table that a head may be tied to.
+pub fn is_embedding(tensor: &str) -> bool {
+    tensor.ends_with("embed_tokens.weight") || tensor.ends_with("wte.weight")
 }
 
 /// One piece of every tensor that the graph wants.

@@ -47,6 +47,10 @@ impl Block {
     pub fn has_padding(&self) -> bool {
         self.dims.iter().any(|d| d.extent.valid() < d.extent.len)
     }
+    /// First index and number of the elements of each dim that are not padding.
+    pub fn valid(&self) -> Vec<(u64, u64)> {
+        self.dims.iter().map(|d| (d.extent.start, d.extent.valid())).collect()
+    }
     /// Elements of the tensor from one index of a dim to the next.
     pub fn stride(&self, dim: usize) -> usize {
         self.dims[dim].stride

@@ -6,9 +6,11 @@
 pub mod batch;
 pub mod block;
 pub mod cpu;
+pub mod watch;
 
 pub use batch::{Batch, Rows};
 pub use cpu::Session;
+pub use cpu::state::{Holding, Run, Which};
 
 use std::time::Duration;
 
@@ -52,6 +54,15 @@ pub struct RankMemory {
     pub arena_bytes: u64,
 }
 
+/// What a rank can be made to do in the next step, to see how a run takes it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Rehearsal {
+    /// Its thread ends.
+    Die,
+    /// It stops, and says nothing.
+    Stall,
+}
+
 /// A rank that does not get further, and why.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Stall {
@@ -74,19 +85,58 @@ pub enum RuntimeError {
     Input { input: String, found: usize, expected: usize },
     #[error("parameter `{param}` has {found} elements, expected {expected}")]
     Param { param: String, found: usize, expected: usize },
-    #[error("rank {rank} (stage {stage}) failed at {instruction}: {why}")]
-    Rank { rank: usize, stage: u32, instruction: String, why: String },
+    #[error("rank {rank} (stage {stage}) failed at {instruction}: {why}{}{}", those(peers, "would have met it next"), those(others, "failed too"))]
+    Rank {
+        rank: usize,
+        stage: u32,
+        instruction: String,
+        why: String,
+        /// Whom it was to meet next.
+        peers: Vec<usize>,
+        /// More ranks that failed in the same step.
+        others: Vec<usize>,
+    },
     #[error("no rank got further for {seconds} s: {}", describe(stalls))]
     Stalled { seconds: f64, stalls: Vec<Stall> },
     #[error("the session ended with an earlier error")]
     Ended,
 }
 
+impl RuntimeError {
+    /// The ranks that are to blame: those that failed; of a stall, those that are waited for and wait for nobody.
+    pub fn lost(&self) -> Vec<usize> {
+        match self {
+            RuntimeError::Rank { rank, others, .. } => std::iter::once(*rank).chain(others.iter().copied()).collect(),
+            RuntimeError::Stalled { stalls, .. } => {
+                let waited = |rank: usize| stalls.iter().any(|s| s.peers.contains(&rank));
+                stalls.iter().filter(|s| s.peers.is_empty() && waited(s.rank)).map(|s| s.rank).collect()
+            }
+            RuntimeError::Program { .. }
+            | RuntimeError::Memory { .. }
+            | RuntimeError::Thread { .. }
+            | RuntimeError::Input { .. }
+            | RuntimeError::Param { .. }
+            | RuntimeError::Ended => Vec::new(),
+        }
+    }
+    /// Whether ranks failed while they ran, so that the same run may succeed when it is begun again.
+    pub fn is_fault(&self) -> bool {
+        matches!(self, RuntimeError::Rank { .. } | RuntimeError::Stalled { .. })
+    }
+}
+
+fn ranks(ranks: &[usize]) -> String {
+    ranks.iter().map(|p| format!("rank {p}")).collect::<Vec<_>>().join(", ")
+}
+
+fn those(of: &[usize], did: &str) -> String {
+    if of.is_empty() { String::new() } else { format!("; {} {did}", ranks(of)) }
+}
+
 fn describe(stalls: &[Stall]) -> String {
-    let one = |s: &Stall| {
-        let peers = s.peers.iter().map(|p| format!("rank {p}")).collect::<Vec<_>>().join(", ");
-        let whom = if peers.is_empty() { String::new() } else { format!(" for {peers}") };
-        format!("rank {} (stage {}) waits at {}{whom}", s.rank, s.stage, s.instruction)
+    let one = |s: &Stall| match s.peers.is_empty() {
+        true => format!("rank {} (stage {}) is at {}", s.rank, s.stage, s.instruction),
+        false => format!("rank {} (stage {}) waits at {} for {}", s.rank, s.stage, s.instruction, ranks(&s.peers)),
     };
     stalls.iter().map(one).collect::<Vec<_>>().join("; ")
 }

@@ -10,7 +10,7 @@ use dplan_ir::plan::{Clip, Gathered, LayerPlan, Plan, Recompute, Schedule, Stage
 use dplan_ir::rule::{Assignment, Split};
 use dplan_planner::padding::paddable;
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Shape {
     pub dp: u64,
     pub tp: u64,

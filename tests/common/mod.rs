@@ -115,3 +115,16 @@ pub const PLANS: &[(&str, u32, &str)] = &[
     ("dp2 ep2 cp2", 4, "dp=2,ep=2,cp=2"),
     ("cp2 tp2 pp2 recompute", 8, "cp=2,tp=2,pp=2,sp=on,recompute=full"),
 ];
+
+/// Compiles a small Llama with these pins, a batch of 8 and sequences of 8, into `dir`; gives the plan's path.
+pub fn small_plan(dir: &Path, pins: &str, ranks: u32, precision: &str) -> PathBuf {
+    let config = dir.join("config.json");
+    let text = r#"{"model_type":"llama","vocab_size":256,"hidden_size":16,"intermediate_size":24,"num_hidden_layers":2,"num_attention_heads":4,"num_key_value_heads":2,"max_position_embeddings":16}"#;
+    std::fs::write(&config, text).unwrap();
+    let plan = dir.join(format!("plan-{}.json", pins.replace([',', '='], "-")));
+    let cluster = format!("cpu:{ranks}");
+    let (config, out) = (config.to_str().unwrap(), plan.to_str().unwrap());
+    let args = ["compile", config, "--cluster", &cluster, "--batch", "8", "--seq", "8", "--precision", precision, "--pin", pins, "-o", out, "--json"];
+    dplan_ok(&args);
+    plan
+}

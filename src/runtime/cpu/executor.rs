@@ -4,8 +4,8 @@
 //! or for a peer, holds only its own stream. When no head gets further the thread parks until a peer that completed something wakes it: nothing spins, so
 //! there may be more ranks than cores.
 
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, OnceLock};
 use std::thread::Thread;
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ use super::arena::{Arena, Slot};
 use super::load::{Action, Code, Item, Loaded};
 use super::meeting::{Part, Phase, Progress};
 use crate::runtime::batch::{Batch, Rows};
-use crate::runtime::{Order, block};
+use crate::runtime::{Order, Rehearsal, block};
 
 const STREAMS: usize = Stream::ALL.len();
 
@@ -55,8 +55,12 @@ pub struct Seen {
     pub heads: [AtomicU64; STREAMS],
     /// Counts whatever the rank completes, over all steps.
     pub progress: AtomicU64,
+    /// Counts the rank's looks at its queues, over all steps: a rank that waits looks again and again, one that is stuck does not.
+    pub looks: AtomicU64,
     /// The queue whose head the rank is at, for messages about failures.
     pub at: AtomicU64,
+    /// What the rank is to rehearse in its next step.
+    pub rehearse: Mutex<Option<Rehearsal>>,
 }
 
 impl World {
@@ -117,8 +121,10 @@ impl<'w> Executor<'w> {
         let seen = &self.world.ranks[self.rank];
         seen.heads.iter().for_each(|h| h.store(0, Ordering::Relaxed));
         self.records.fill(false);
+        self.rehearse()?;
         let mut left: usize = code.queues.iter().map(Vec::len).sum();
         while left > 0 {
+            seen.looks.fetch_add(1, Ordering::Relaxed);
             let mut moved = false;
             for stream in self.turns() {
                 while let Some(&item) = code.queues[stream].get(seen.heads[stream].load(Ordering::Relaxed) as usize) {
@@ -151,6 +157,23 @@ impl<'w> Executor<'w> {
         }
         self.steps += 1;
         Ok(())
+    }
+
+    /// Does what the rank was told to rehearse, before its first instruction.
+    fn rehearse(&self) -> Result<(), Poisoned> {
+        let seen = &self.world.ranks[self.rank];
+        let told = seen.rehearse.lock().unwrap_or_else(|e| e.into_inner()).take();
+        seen.at.store(Stream::Compute as u64, Ordering::Relaxed);
+        match told {
+            None => Ok(()),
+            Some(Rehearsal::Die) => panic!("it was told to die"),
+            Some(Rehearsal::Stall) => {
+                while !self.world.poisoned.load(Ordering::SeqCst) {
+                    std::thread::park_timeout(Duration::from_millis(20));
+                }
+                Err(Poisoned)
+            }
+        }
     }
 
     /// The order in which streams are tried now.

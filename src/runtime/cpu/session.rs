@@ -20,8 +20,11 @@ use dplan_kernels::cpu::Threads;
 use super::arena::{Arena, Slot};
 use super::executor::{Executor, Poisoned, Seen, World, scalar};
 use super::load::{Action, Item, Loaded, load};
-use super::state;
-use crate::runtime::{Batch, Options, RankMemory, Rows, RuntimeError, Stall, StepResult};
+use super::state::{self, Holding, Which};
+use crate::runtime::{Batch, Options, RankMemory, Rehearsal, Rows, RuntimeError, Stall, StepResult};
+
+/// A rank that waits looks at its queues more often than this, also on a machine that is busy.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Ranks as threads, and their memory.
 pub struct Session {
@@ -50,8 +53,8 @@ struct Task {
     batch: Option<Arc<Batch>>,
     /// Ranks that have not ended it yet; before the first step, those that are ready for it.
     running: usize,
-    /// The first rank that panicked, at which item, and what it said.
-    panic: Option<(usize, Option<Item>, String)>,
+    /// The ranks that panicked: at which item, and what they said.
+    panics: Vec<(usize, Option<Item>, String)>,
 }
 
 impl Session {
@@ -80,7 +83,7 @@ impl Session {
             threads: if count < cores { Threads::All } else { Threads::Caller },
             order: options.order,
         };
-        let task = Mutex::new(Task { scalars: None, batch: None, running: 0, panic: None });
+        let task = Mutex::new(Task { scalars: None, batch: None, running: 0, panics: Vec::new() });
         let shared = Arc::new(Shared { world, task, finished: Condvar::new(), quit: AtomicBool::new(false), begun: AtomicU64::new(0) });
         let mut session = Session { graph, program, shared, threads: Vec::with_capacity(count), timeout: options.timeout };
         for rank in 0..count {
@@ -141,17 +144,25 @@ impl Session {
     /// If a tensor has the wrong number of elements, or the session ended.
     pub fn load(&mut self, role: Role, mut provide: impl FnMut(ParamId) -> Vec<f64>) -> Result<(), RuntimeError> {
         self.idle()?;
-        for (id, param) in self.graph.params.iter() {
-            let (values, expected) = (provide(id), self.graph.shape(param.value).iter().product::<u64>() as usize);
-            if values.len() != expected {
-                return Err(RuntimeError::Param { param: self.graph.values[param.value].name.clone(), found: values.len(), expected });
-            }
-            // Parameters of a 16-bit plan are rounded copies of their masters.
-            let roles: &[Role] = if role == Role::Param { &[Role::Param, Role::Master] } else { &[role] };
-            for &role in roles {
-                // SAFETY: no step runs: this has the only reference to the session.
-                unsafe { state::scatter(&self.graph, &self.program, &self.shared.world.arenas, role, id, &values) };
-            }
+        let params: Vec<ParamId> = self.graph.params.ids().collect();
+        params.into_iter().try_for_each(|param| self.load_one(role, param, &provide(param)))
+    }
+    /// As [`Session::load`], for one parameter. Where the program has no such role, nothing happens.
+    ///
+    /// # Errors
+    /// As [`Session::load`].
+    pub fn load_one(&mut self, role: Role, param: ParamId, values: &[f64]) -> Result<(), RuntimeError> {
+        self.idle()?;
+        let value = self.graph.params[param].value;
+        let expected = self.graph.shape(value).iter().product::<u64>() as usize;
+        if values.len() != expected {
+            return Err(RuntimeError::Param { param: self.graph.values[value].name.clone(), found: values.len(), expected });
+        }
+        // Parameters of a 16-bit plan are rounded copies of their masters.
+        let roles: &[Role] = if role == Role::Param { &[Role::Param, Role::Master] } else { &[role] };
+        for &role in roles {
+            // SAFETY: no step runs: this has the only reference to the session.
+            unsafe { state::scatter(&self.graph, &self.program, &self.shared.world.arenas, role, param, values) };
         }
         Ok(())
     }
@@ -178,6 +189,31 @@ impl Session {
         // SAFETY: no step runs: this has the only reference to the session.
         let one = |id| unsafe { state::gather(&self.graph, &self.program, &self.shared.world.arenas, role, id) };
         Ok(self.graph.params.ids().map(one).collect())
+    }
+
+    /// What every rank has of a role of a parameter, replicas included.
+    pub fn holdings_of(&self, role: Role, param: ParamId, which: Which) -> Vec<Holding> {
+        state::holdings(&self.graph, &self.program, role, param, which)
+    }
+    /// Copies the elements of a holding of this session out of its rank's memory.
+    ///
+    /// # Errors
+    /// If the session ended with an error.
+    pub fn copy_out(&mut self, holding: &Holding, bytes: &mut [u8]) -> Result<(), RuntimeError> {
+        self.idle()?;
+        // SAFETY: no step runs: this has the only reference to the session.
+        unsafe { state::copy_out(&self.shared.world.arenas, holding, bytes) };
+        Ok(())
+    }
+    /// Overwrites the elements of a holding of this session.
+    ///
+    /// # Errors
+    /// If the session ended with an error.
+    pub fn copy_in(&mut self, holding: &Holding, bytes: &[u8]) -> Result<(), RuntimeError> {
+        self.idle()?;
+        // SAFETY: as above.
+        unsafe { state::copy_in(&self.shared.world.arenas, holding, bytes) };
+        Ok(())
     }
 
     /// Runs one step on all ranks.
@@ -212,21 +248,30 @@ impl Session {
         })
     }
 
+    /// Has a rank do something in the next step, to see how a run takes it. A rank that there is not does nothing.
+    pub fn rehearse(&mut self, rank: usize, what: Rehearsal) {
+        if let Some(seen) = self.shared.world.ranks.get(rank) {
+            *seen.rehearse.lock().unwrap_or_else(|e| e.into_inner()) = Some(what);
+        }
+    }
+
     /// Waits until every rank has ended the step.
     fn wait(&self) -> Result<(), RuntimeError> {
         let shared = &*self.shared;
         let tick = (self.timeout / 4).clamp(Duration::from_millis(1), Duration::from_secs(1));
         let progress = || shared.world.ranks.iter().map(|r| r.progress.load(Ordering::Relaxed)).sum::<u64>();
-        let (mut seen, mut since) = (progress(), Instant::now());
+        let looks = || shared.world.ranks.iter().map(|r| r.looks.load(Ordering::Relaxed)).collect::<Vec<_>>();
+        let (mut seen, mut since, mut looked) = (progress(), Instant::now(), looks());
         let mut stalled = None;
         let mut task = shared.lock();
         while task.running > 0 {
             task = shared.finished.wait_timeout(task, tick).map_or_else(|e| e.into_inner().0, |(task, _)| task);
             let now = progress();
             if now != seen {
-                (seen, since) = (now, Instant::now());
+                (seen, since, looked) = (now, Instant::now(), looks());
             } else if stalled.is_none() && since.elapsed() >= self.timeout && task.running > 0 {
-                stalled = Some(RuntimeError::Stalled { seconds: since.elapsed().as_secs_f64(), stalls: self.stalls() });
+                let same = looked.iter().zip(looks()).map(|(then, now)| *then == now && since.elapsed() >= PATIENCE).collect::<Vec<_>>();
+                stalled = Some(RuntimeError::Stalled { seconds: since.elapsed().as_secs_f64(), stalls: self.stalls(&same) });
                 shared.world.poison();
             }
             // A rank inside an endless kernel cannot be stopped; its thread is left behind with the memory that it may touch.
@@ -234,26 +279,48 @@ impl Session {
                 break;
             }
         }
-        match (task.panic.take(), stalled) {
+        task.panics.sort_by_key(|p| p.0);
+        let mut panics = std::mem::take(&mut task.panics).into_iter();
+        match (panics.next(), stalled) {
             (Some((rank, item, why)), _) => {
                 let stage = shared.world.loaded.codes[rank].stage;
-                Err(RuntimeError::Rank { rank, stage, instruction: item.map_or_else(String::new, |item| self.describe(rank, item)), why })
+                let instruction = item.map_or_else(String::new, |item| self.describe(rank, item));
+                Err(RuntimeError::Rank { rank, stage, instruction, why, peers: self.next_peers(rank), others: panics.map(|p| p.0).collect() })
             }
             (None, Some(stalled)) => Err(stalled),
             (None, None) => Ok(()),
         }
     }
 
-    /// Whose fault it may be that nobody gets further: the ranks that wait for a peer, else all that wait.
-    fn stalls(&self) -> Vec<Stall> {
+    /// The other ranks of the first meeting that a rank did not come to.
+    fn next_peers(&self, rank: usize) -> Vec<usize> {
+        let world = &self.shared.world;
+        let code = &world.loaded.codes[rank];
+        let heads = code.queues.iter().zip(&world.ranks[rank].heads);
+        let ahead = heads.flat_map(|(queue, head)| queue.iter().skip(head.load(Ordering::Relaxed) as usize));
+        let meeting = ahead.filter_map(|item| match &code.actions[item.action as usize] {
+            Action::Meet { communicator, .. } => Some(*communicator),
+            _ => None,
+        });
+        let members = meeting.map(|c| &world.loaded.communicators[c].members).next();
+        members.into_iter().flatten().copied().filter(|&m| m != rank).collect()
+    }
+
+    /// Whose fault it may be that nobody gets further: the ranks that wait for a peer, else all that wait; and those that are stuck in an instruction.
+    fn stalls(&self, stuck: &[bool]) -> Vec<Stall> {
         let world = &self.shared.world;
         let mut stalls = Vec::new();
         for (rank, code) in world.loaded.codes.iter().enumerate() {
+            let head = |stream: usize| code.queues[stream].get(world.ranks[rank].heads[stream].load(Ordering::Relaxed) as usize);
+            if let Some(item) = head(world.ranks[rank].at.load(Ordering::Relaxed) as usize).filter(|_| stuck[rank]) {
+                stalls.push(Stall { rank, stage: code.stage, instruction: self.describe(rank, *item), peers: Vec::new() });
+                continue;
+            }
             for (stream, queue) in Stream::ALL.iter().zip(&code.queues) {
                 let Some(item) = queue.get(world.ranks[rank].heads[*stream as usize].load(Ordering::Relaxed) as usize) else { continue };
                 let peers = match &code.actions[item.action as usize] {
                     Action::Meet { communicator, .. } => {
-                        let present = |other: usize| self.is_at(other, *communicator, item.number);
+                        let present = |other: usize| !stuck[other] && self.is_at(other, *communicator, item.number);
                         world.loaded.communicators[*communicator].members.iter().copied().filter(|&m| m != rank && !present(m)).collect()
                     }
                     _ => Vec::new(),
@@ -262,7 +329,7 @@ impl Session {
             }
         }
         if stalls.iter().any(|s| !s.peers.is_empty()) {
-            stalls.retain(|s| !s.peers.is_empty());
+            stalls.retain(|s| !s.peers.is_empty() || stuck[s.rank]);
         }
         stalls
     }
@@ -358,7 +425,7 @@ impl Shared {
             match outcome {
                 Ok(Ok(()) | Err(Poisoned)) => {}
                 Err(panic) => {
-                    task.panic.get_or_insert_with(|| self.failure(rank, &*panic));
+                    task.panics.push(self.failure(rank, &*panic));
                     self.world.poison();
                 }
             }

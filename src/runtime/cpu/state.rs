@@ -2,13 +2,17 @@
 //!
 //! A parameter's block on a rank is its member's range of the bucket; a flat buffer holds the whole bucket or the rank's piece of it. So an element of a
 //! rank's buffer is one of the logical tensor exactly where the block's range and the piece's range meet; what is in neither is padding.
+//!
+//! [`holdings`] lists the same the other way round: what each rank has of each logical tensor, so that ranks can write their own parts.
 
+use dplan_ir::dtype::DType;
 use dplan_ir::entity::{BufferId, ParamId};
 use dplan_ir::extent::Seat;
 use dplan_ir::graph::Graph;
 use dplan_ir::program::{Bucket, Content, Instr, Member, Program, Role, StageProgram};
 
 use super::arena::{Arena, Slot};
+use crate::fingerprint::{Digest, digest};
 use crate::runtime::block::Block;
 use dplan_kernels::cpu::block::{Block as Data, BlockMut as DataMut};
 use half::{bf16, f16};
@@ -54,6 +58,142 @@ pub unsafe fn gather(graph: &Graph, program: &Program, arenas: &[Arena], role: R
         });
     });
     values
+}
+
+/// What one rank has of one logical tensor: elements `from .. from + count` of a block of it, padding left out, in row-major order.
+#[derive(Clone, Debug)]
+pub struct Holding {
+    pub rank: usize,
+    pub param: ParamId,
+    pub role: Role,
+    pub dtype: DType,
+    /// First index and size of the block in each dim of the logical tensor.
+    pub block: Vec<(u64, u64)>,
+    pub from: u64,
+    pub count: u64,
+    pub runs: Vec<Run>,
+    slot: Slot,
+}
+
+impl Holding {
+    pub fn bytes(&self) -> usize {
+        (self.count * self.dtype.size()) as usize
+    }
+    /// What its elements, one run after the other, give to the fingerprint of their tensor.
+    pub fn digest(&self, bytes: &[u8]) -> Digest {
+        let size = self.dtype.size() as usize;
+        let mut at = 0;
+        let add = |sum: Digest, run: &Run| {
+            let elems = &bytes[at..at + run.len * size];
+            at += elems.len();
+            sum.and(digest(self.dtype, run.logical as u64, elems))
+        };
+        self.runs.iter().fold(Digest::default(), add)
+    }
+}
+
+/// Elements that stand together both in a rank's buffer and in the logical tensor.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Run {
+    local: usize,
+    pub logical: usize,
+    pub len: usize,
+}
+
+/// Which of the flat buffers of a role is meant.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Which {
+    /// The one that the optimizer updates: the master copy, a rank's piece.
+    Updated,
+    /// The one that the next step reads first.
+    Home,
+}
+
+/// What every rank of every stage has of a role of a parameter, replicas included. Where nothing of a tensor is on a rank, the rank is left out.
+pub fn holdings(graph: &Graph, program: &Program, role: Role, param: ParamId, which: Which) -> Vec<Holding> {
+    let mut all: Vec<Holding> = Vec::new();
+    each_home(program, param, |stage, bucket, member| {
+        let of_stage = &program.stages[stage];
+        let buffer = match which {
+            Which::Updated => updated(of_stage, bucket, role),
+            Which::Home => of_stage.home(bucket, role),
+        };
+        let Some(buffer) = buffer else { return };
+        let dims = &graph.values[graph.params[param].value].ty.dims;
+        each_rank(graph, program, stage, (param, member), buffer, |rank, slot, local, logical, len| {
+            match all.last_mut().filter(|h| h.rank == rank) {
+                Some(holding) => {
+                    holding.count += len as u64;
+                    match holding.runs.last_mut().filter(|r| r.local + r.len == local && r.logical + r.len == logical) {
+                        Some(run) => run.len += len,
+                        None => holding.runs.push(Run { local, logical, len }),
+                    }
+                }
+                None => {
+                    let local_rank = rank as u64 % program.mesh.ranks();
+                    let seat = Seat { mesh: &program.mesh, padded: &program.padded, local_rank };
+                    let block = Block::new(graph, dims, &member.sharding, seat, None);
+                    let from = before(&block, logical);
+                    let runs = vec![Run { local, logical, len }];
+                    all.push(Holding { rank, param, role, dtype: slot.dtype, block: block.valid(), from, count: len as u64, runs, slot: *slot });
+                }
+            }
+        });
+    });
+    all
+}
+
+/// Elements of a block, padding left out, before the one that is `logical` in the tensor.
+fn before(block: &Block, logical: usize) -> u64 {
+    let mut passed = 0;
+    let mut found = 0;
+    block.each(|s| {
+        if (s.logical..s.logical + s.len).contains(&logical) {
+            found = passed + logical - s.logical;
+        }
+        passed += s.len;
+    });
+    found as u64
+}
+
+/// Copies a holding's elements, little-endian, one run after the other.
+///
+/// # Safety
+/// No rank runs meanwhile.
+///
+/// # Panics
+/// If `bytes` is not as long as the holding.
+pub unsafe fn copy_out(arenas: &[Arena], holding: &Holding, bytes: &mut [u8]) {
+    let size = holding.dtype.size() as usize;
+    assert_eq!(bytes.len(), holding.bytes(), "as long as the holding");
+    let base = arenas[holding.rank].at(&holding.slot, 0).cast_const();
+    let mut to = 0;
+    for run in &holding.runs {
+        let len = run.len * size;
+        // SAFETY: runs lie inside the slot, which lies inside the arena; no rank writes, by the caller's promise.
+        unsafe { std::ptr::copy_nonoverlapping(base.add(run.local * size), bytes[to..to + len].as_mut_ptr(), len) };
+        to += len;
+    }
+}
+
+/// The inverse of [`copy_out`].
+///
+/// # Safety
+/// No rank runs meanwhile.
+///
+/// # Panics
+/// If `bytes` is not as long as the holding.
+pub unsafe fn copy_in(arenas: &[Arena], holding: &Holding, bytes: &[u8]) {
+    let size = holding.dtype.size() as usize;
+    assert_eq!(bytes.len(), holding.bytes(), "as long as the holding");
+    let base = arenas[holding.rank].at(&holding.slot, 0);
+    let mut from = 0;
+    for run in &holding.runs {
+        let len = run.len * size;
+        // SAFETY: as in `copy_out`.
+        unsafe { std::ptr::copy_nonoverlapping(bytes[from..from + len].as_ptr(), base.add(run.local * size), len) };
+        from += len;
+    }
 }
 
 /// The buffer of a role that the bucket's update reads or writes; where nothing is updated, the role's home.

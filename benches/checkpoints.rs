@@ -1,0 +1,90 @@
+//! What saving a checkpoint every step costs the steps of the bundled Llama: `cargo bench --bench checkpoints`.
+//!
+//! Steps with and without saving take turns in one process, in rounds, and medians over the rounds are compared, so that what else the machine does falls on all alike.
+
+#[path = "../tests/common/megatron.rs"]
+mod megatron;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+use dplan::checkpoint::store::About;
+use dplan::checkpoint::writer::Mode;
+use dplan::checkpoint::{Position, Store, Writer};
+use dplan::feed::Feed;
+use dplan::import::{self, ImportOptions};
+use dplan::runtime::{Options, Session};
+use dplan_ir::grad::differentiate;
+use dplan_ir::optimizer::{Hyper, StepScalars};
+use dplan_planner::lower;
+use megatron::Shape;
+
+const BATCH: u64 = 16;
+const ROUNDS: usize = 12;
+const STEPS: u64 = 4;
+
+fn main() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let shape = Shape { dp: 2, micro: 8, zero: 1, ..Shape::ONE };
+    let mut model = import::model(&root.join("examples/llama-1m"), &ImportOptions::default()).expect("the bundled model");
+    model.graph.set_batch(shape.dp * shape.micro);
+    let graph = differentiate(&model.graph).expect("differentiable");
+    let program = lower::lower(&graph, &megatron::plan(&graph, shape, BATCH)).expect("lowered");
+    let feed = Feed::new(&graph, None, BATCH, 1).expect("random tokens");
+    let mut session = Session::new(graph, program, &Options::default()).expect("a session");
+    session.initialise(1).expect("initial values");
+    let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("bench-checkpoints");
+    let _ = std::fs::remove_dir_all(&dir);
+    let store = Arc::new(Store::open(&dir, 2).expect("a folder"));
+    let about = About { model: "llama-1m".into(), optimizer: "adamw".into(), plan: 0, ranks: 2, data: None };
+    let start = |session: &Session, mode| Writer::start(session, Arc::clone(&store), about.clone(), mode, Box::new(|_| {})).expect("a thread");
+    let (mut behind, mut waiting) = (start(&session, Mode::Background), start(&session, Mode::Waiting));
+    let mut position = Position::default();
+    let mut times = [const { Vec::new() }; 3];
+    let mut taking = Vec::new();
+    for round in 0..=ROUNDS {
+        for (way, times) in times.iter_mut().enumerate() {
+            let begin = Instant::now();
+            for _ in 0..STEPS {
+                let hyper = Hyper { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, momentum: 0.0, clip: 1.0 };
+                let scalars = StepScalars { hyper, step: position.updates + 1, inv_tokens: 1.0 / feed.targets() as f64 };
+                session.step(&scalars, &Arc::new(feed.at(position.sequences))).expect("a step");
+                position = Position { step: position.step + 1, updates: position.updates + 1, sequences: position.sequences + BATCH, seed: 0 };
+                let taken = Instant::now();
+                match way {
+                    1 => drop(behind.save(&mut session, position).expect("saved")),
+                    2 => drop(waiting.save(&mut session, position).expect("saved")),
+                    _ => {}
+                }
+                if way == 1 && round > 0 {
+                    taking.push(taken.elapsed().as_secs_f64());
+                }
+            }
+            // The last save ends inside the time that is measured.
+            behind.wait().expect("saved");
+            if round > 0 {
+                times.push(begin.elapsed().as_secs_f64() / STEPS as f64);
+            }
+        }
+    }
+    let [none, behind, waiting] = times.map(median);
+    let bytes: u64 = std::fs::read_dir(&dir)
+        .and_then(|d| {
+            let last = d.filter_map(Result::ok).map(|e| e.path()).filter(|p| p.is_dir()).max();
+            std::fs::read_dir(last.unwrap_or(dir.clone()))
+        })
+        .map(|d| d.filter_map(Result::ok).filter_map(|e| e.metadata().ok()).map(|m| m.len()).sum())
+        .unwrap_or(0);
+    println!("a checkpoint of {:.2} MB every step, {ROUNDS} rounds of {STEPS} steps, medians", bytes as f64 / 1e6);
+    println!("{:>34} {:>9}", "", "ms/step");
+    println!("{:>34} {:9.2}", "no checkpoints", none * 1e3);
+    println!("{:>34} {:9.2} {:+8.2} %", "written by a thread meanwhile", behind * 1e3, (behind / none - 1.0) * 100.0);
+    println!("{:>34} {:9.2} {:+8.2} %", "waited for", waiting * 1e3, (waiting / none - 1.0) * 100.0);
+    println!("{:>34} {:9.2} (median of the time from a step's end to the next step's begin)", "of it, copying", median(taking) * 1e3);
+}
+
+fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}

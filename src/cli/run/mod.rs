@@ -1,0 +1,255 @@
+//! `dplan run`: train a plan on CPU ranks.
+//!
+//! A run is a [`Run`](train::Run) that goes through *attempts*: each has a session, begins at a position, and ends when all steps are done or a fault ends it. Between attempts the
+//! run goes back to the last checkpoint (or to its beginning), as often as the flags allow.
+
+mod faults;
+mod settings;
+mod train;
+
+use super::{Outcome, Result, args};
+use crate::checkpoint::writer::Mode;
+use crate::checkpoint::{self, Found};
+use crate::data::SequenceOrder;
+use crate::export::{self, layout, weights as export_weights};
+use crate::feed::Feed;
+use crate::import::weights::Weights;
+use crate::planfile::PlanFile;
+use anyhow::{Context, anyhow, ensure};
+use clap::ValueEnum;
+use dplan_ir::dtype::DType;
+use dplan_ir::entity::{ParamId, Table};
+use dplan_ir::verify;
+use faults::Planned;
+use settings::LrSchedule;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use xxhash_rust::xxh3::xxh3_64;
+
+/// Train a plan: every rank is a thread that executes its verified program.
+#[derive(clap::Args)]
+#[command(
+    after_help = "Examples:\n  dplan run plan.json --data text.txt --steps 100 --lr 0.003 --save weights.safetensors\n  dplan run plan.json --data text.txt --steps 1000 --checkpoint ckpt --every 50 --restarts 3\n  dplan run other-plan.json --data text.txt --steps 1000 --checkpoint ckpt --resume ckpt"
+)]
+pub struct Args {
+    plan: PathBuf,
+    /// Text (bytes are tokens), `.bin` of u16 or u32 tokens, Megatron `.bin` with its `.idx`, or JSON with `tokens[step][row][col]`; if absent, random tokens.
+    #[arg(long, value_name = "FILE")]
+    data: Option<PathBuf>,
+    /// Take the sequences of each epoch in an order of its own.
+    #[arg(long)]
+    shuffle: bool,
+    /// The step to end at, those before a checkpoint that is resumed included.
+    #[arg(long, default_value_t = 20, value_name = "N")]
+    steps: u64,
+    /// Largest learning rate.
+    #[arg(long, default_value_t = 1e-3)]
+    lr: f64,
+    /// How the learning rate goes from step to step, after the warm-up.
+    #[arg(long, default_value = "constant")]
+    lr_schedule: LrSchedule,
+    /// Steps over which the learning rate rises from 0.
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    warmup: u64,
+    /// Adam's decay rates.
+    #[arg(long, default_value = "0.9,0.95", value_parser = args::betas)]
+    betas: (f64, f64),
+    /// Momentum of SGD.
+    #[arg(long, default_value_t = 0.9)]
+    momentum: f64,
+    #[arg(long, default_value_t = 1e-8)]
+    eps: f64,
+    #[arg(long, default_value_t = 0.1)]
+    weight_decay: f64,
+    /// Largest global gradient norm.
+    #[arg(long, default_value_t = 1.0)]
+    clip: f64,
+    /// Of the initial weights, of random tokens and of the order of data; 0, or the checkpoint's.
+    #[arg(long)]
+    seed: Option<u64>,
+    /// End the run if no rank gets any further for so many seconds.
+    #[arg(long, default_value_t = 600.0, value_name = "S")]
+    timeout: f64,
+    /// Initial weights, by their Hugging Face names: a file, an index of several, or the folder of either.
+    #[arg(long, value_name = "FILE")]
+    init: Option<PathBuf>,
+    /// Write the final weights here: a `.safetensors` file, or a folder (`out/`). A folder gets the files, types and index that --init had, or files of --shard-size.
+    #[arg(long, value_name = "FILE")]
+    save: Option<PathBuf>,
+    /// Largest file of a folder that --save writes.
+    #[arg(long, default_value = "5GB", value_name = "BYTES", value_parser = args::bytes)]
+    shard_size: u64,
+    /// Write the first step's gradients, before clipping, here.
+    #[arg(long, value_name = "FILE")]
+    save_grads: Option<PathBuf>,
+    /// Save checkpoints in this folder, which any plan of the model can resume.
+    #[arg(long, value_name = "DIR")]
+    checkpoint: Option<PathBuf>,
+    /// Save one every N steps, and after the last.
+    #[arg(long, default_value_t = 100, value_name = "N")]
+    every: u64,
+    /// Keep the last N.
+    #[arg(long, default_value_t = 3, value_name = "N")]
+    keep: usize,
+    /// Whether steps go on while a checkpoint is written.
+    #[arg(long, default_value = "background", value_name = "HOW")]
+    checkpoint_writes: Writes,
+    /// What to do if a checkpoint cannot be written.
+    #[arg(long, default_value = "stop", value_name = "WHAT")]
+    checkpoint_failure: OnFailure,
+    /// Continue from the last checkpoint of a folder that is whole, or from one checkpoint's folder. With --checkpoint of the same folder, an empty one begins a run.
+    #[arg(long, value_name = "DIR")]
+    resume: Option<PathBuf>,
+    /// Begin the data at its first sequence, whatever the checkpoint says.
+    #[arg(long, requires = "resume")]
+    restart_data: bool,
+    /// When a rank fails or stalls, continue from the last checkpoint, at most so often.
+    #[arg(long, default_value_t = 0, value_name = "N", requires = "checkpoint")]
+    restarts: u32,
+    /// When ranks are lost, plan anew for those that are left, and continue with that plan.
+    #[arg(long, requires = "checkpoint")]
+    elastic: bool,
+    /// When a loss is not finite, go back to the last checkpoint and leave that step's data out, at most so often.
+    #[arg(long, default_value_t = 0, value_name = "K", requires = "checkpoint")]
+    skip_bad: u32,
+    /// Compare what several ranks hold every N steps.
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    check_replicas: u64,
+    /// Run every N-th step twice: both must end in the same bits.
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    replay: u64,
+    /// Bring about faults, such as die:6@12: a rank dies, stalls, has a bit flipped, or gets a NaN (die, stall, flip, nan) in a step.
+    #[arg(long, value_name = "FAULT:RANK@STEP", value_delimiter = ',')]
+    rehearse: Vec<Planned>,
+    /// Print one JSON object a line.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Writes {
+    Background,
+    Waiting,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+enum OnFailure {
+    /// End the run; the last good checkpoint stays.
+    Stop,
+    /// Say so, and try again when the next is due.
+    Continue,
+}
+
+impl Writes {
+    fn mode(self) -> Mode {
+        match self {
+            Writes::Background => Mode::Background,
+            Writes::Waiting => Mode::Waiting,
+        }
+    }
+}
+
+impl Args {
+    /// The batches of a plan.
+    fn feed(&self, file: &PlanFile, seed: u64) -> Result<Feed> {
+        let order = if self.shuffle { SequenceOrder::Shuffled { seed } } else { SequenceOrder::File };
+        Ok(Feed::new(&file.graph, self.data.as_deref(), file.plan.batch(), seed)?.in_order(order))
+    }
+}
+
+pub fn run(args: Args) -> Result<Outcome> {
+    let file = PlanFile::read(&args.plan)?;
+    check(&args, &file)?;
+    if let Err(violations) = verify::verify_program(&file.graph, &file.program) {
+        let first = violations.first().map(ToString::to_string).unwrap_or_default();
+        let error =
+            anyhow!("{}: its program does not verify ({} violations; `dplan verify` shows them): {first}", args.plan.display(), violations.len());
+        return Err(error.into());
+    }
+    let found = resumed(&args)?;
+    let seed = args.seed.or(found.as_ref().map(|f| f.checkpoint.position().seed)).unwrap_or(0);
+    let feed = args.feed(&file, seed)?;
+    let weights = args.init.as_deref().map(Weights::open).transpose()?;
+    if let Some(weights) = &weights {
+        weights.check(&file.graph)?;
+    }
+    if args.data.is_none() && !args.json {
+        eprintln!("no --data: training on random tokens");
+    }
+    let plan = xxh3_64(file.to_json().as_bytes());
+    train::Run::new(args, file, plan, Arc::new(feed), weights, seed)?.train(found)
+}
+
+/// All that can be said before anything is allocated.
+fn check(args: &Args, file: &PlanFile) -> anyhow::Result<()> {
+    let finite = [("--lr", args.lr), ("--eps", args.eps), ("--weight-decay", args.weight_decay), ("--momentum", args.momentum)];
+    for (flag, value) in finite {
+        ensure!(value.is_finite() && value >= 0.0, "{flag} {value}: expected a number that is not negative");
+    }
+    ensure!(args.clip > 0.0, "--clip {}: expected a number above 0", args.clip);
+    ensure!(args.timeout.is_finite() && args.timeout > 0.0, "--timeout {}: expected seconds above 0", args.timeout);
+    ensure!(args.every > 0, "--every 0: expected at least 1");
+    ensure!(args.keep > 0, "--keep 0: expected at least 1");
+    let compute = file.plan.compute;
+    ensure!(
+        compute != DType::F16,
+        "{}: f16 gradients vanish without loss scaling, which CPU ranks do not have; compile the plan with --precision bf16, f32 or f64",
+        args.plan.display()
+    );
+    for path in [&args.save, &args.save_grads].into_iter().flatten() {
+        if Some(path) != args.save.as_ref() || !is_folder(path) {
+            export::check_writable(path).with_context(|| format!("{}: cannot write", path.display()))?;
+        }
+    }
+    Ok(())
+}
+
+/// The checkpoint to continue from, if the flags say so and there is one.
+fn resumed(args: &Args) -> anyhow::Result<Option<Found>> {
+    let begun = args.checkpoint.as_deref().is_some_and(checkpoint::has_any);
+    let Some(dir) = &args.resume else {
+        if let (true, Some(dir)) = (begun, &args.checkpoint) {
+            let dir = dir.display();
+            return Err(anyhow!("{dir}: has checkpoints already; --resume {dir} continues from the last, or give another folder"));
+        }
+        return Ok(None);
+    };
+    if !begun && args.checkpoint.as_ref() == Some(dir) {
+        eprintln!("{}: no checkpoint yet; the run begins", dir.display());
+        return Ok(None);
+    }
+    let found = checkpoint::find(dir)?;
+    for note in &found.notes {
+        eprintln!("note: {note}");
+    }
+    Ok(Some(found))
+}
+
+/// Whether weights go into a folder: one that is there, or a name with a slash behind it.
+fn is_folder(path: &Path) -> bool {
+    path.is_dir() || path.as_os_str().as_encoded_bytes().ends_with(b"/")
+}
+
+/// Writes tensors as the parameters are called.
+fn save(path: &Path, file: &PlanFile, tensors: &Table<ParamId, Vec<f64>>) -> anyhow::Result<()> {
+    let written = match file.plan.compute {
+        DType::F64 => export_weights::save(path, &file.graph, DType::F64, |p| Ok(tensors[p].clone())),
+        _ => export_weights::save(path, &file.graph, DType::F32, |p| Ok(tensors[p].iter().map(|&v| v as f32).collect::<Vec<f32>>())),
+    };
+    written.with_context(|| format!("{}: cannot write", path.display()))
+}
+
+/// Writes the final weights, in the layout that they came in.
+fn save_weights(args: &Args, path: &Path, file: &PlanFile, from: Option<&Weights>, params: &Table<ParamId, Vec<f64>>) -> anyhow::Result<()> {
+    if !is_folder(path) {
+        return save(path, file, params);
+    }
+    let written = match (from, file.plan.compute) {
+        (Some(weights), _) => layout::save_like(weights, path, &file.graph, |p| Ok(params[p].clone())),
+        (None, compute) => {
+            let dtype = if compute == DType::F64 { DType::F64 } else { DType::F32 };
+            layout::save_sharded(path, &file.graph, dtype, args.shard_size, |p| Ok(params[p].clone()))
+        }
+    };
+    written.with_context(|| format!("{}: cannot write", path.display()))
+}

@@ -130,6 +130,15 @@ impl ExpertProduct {
         Ok(ExpertProduct { product, experts: ins[2].dims[2] as usize, sides })
     }
 
+    /// The product of one expert's rows, and how far apart experts are in left, right and result (0 where an operand is packed rows).
+    pub(crate) fn parts(&self) -> (&Product, [usize; 3]) {
+        let stride = |side: Side| match side {
+            Side::Rows(_) => 0,
+            Side::Dense(stride) => stride,
+        };
+        (&self.product, self.sides.map(stride))
+    }
+
     pub fn run<T: Float>(&self, left: &[T], right: &[T], gate: &[T], out: &mut [T], run: Run) {
         let mut row = 0;
         for expert in 0..self.experts {

@@ -106,6 +106,11 @@ impl Product {
         Ok(Product { m: role([true, false, true])?, n: role([false, true, true])?, k: role([true, true, false])?, batch: role([true, true, true])? })
     }
 
+    /// Size and strides (in left, right and result) of m, n, k and batch; a size that only the run knows is 0.
+    pub(crate) fn roles(&self) -> [(usize, [usize; 3]); 4] {
+        [self.m, self.n, self.k, self.batch].map(|r| (if r.per_row { 0 } else { r.size }, r.strides))
+    }
+
     pub fn run<T: Float>(&self, left: &[T], right: &[T], out: &mut [T], run: Run) {
         self.run_rows(0, left, right, out, run);
     }

@@ -1,0 +1,99 @@
+//! Lookups by token and position: embedding tables, learned positions, rotary angles.
+
+use dplan_ir::extent::Extent;
+use dplan_ir::op::{Rope, Rotation};
+use dplan_ir::order::Order;
+
+use super::source::{Builder, Size, int};
+use super::{Arg, Family, PrepareError};
+
+const THREADS: u64 = 256;
+
+pub fn lookup(b: &mut Builder<'_>, table: Extent) {
+    let (width, tokens) = (b.d.ins[0].dims[1], b.d.ins[1].elems());
+    let pack = b.pack(&[width]);
+    let text = b.config(THREADS).int("VEC", pack).text(&[include_str!("text/embed.cuh")]);
+    let args = vec![Arg::In(0), Arg::In(1), Arg::Out(0), int(tokens), int(width), int(table.start), int(table.len)];
+    b.launch(Family::Embed, "dp_embed", text, Size::over(tokens * width / pack, THREADS), args);
+}
+
+pub fn lookup_grad(b: &mut Builder<'_>, table: Extent) {
+    let (tokens, width) = (b.d.ins[0].elems(), b.d.outs[0].dims[1]);
+    if !b.add() {
+        fill_zero(b);
+    }
+    let threads = 128;
+    let text = b.config(threads).ty("grad_t", b.d.outs[0].dtype).text(&[include_str!("text/embed_grad.cuh")]);
+    let args = vec![Arg::In(0), Arg::In(1), Arg::Out(0), int(tokens), int(width), int(table.start), int(table.len)];
+    b.launch(Family::Embed, "dp_embed_grad", text, Size::blocks(tokens, threads, (threads / 32 + threads) * 4), args);
+}
+
+/// Rows that no token names have no gradient.
+fn fill_zero(b: &mut Builder<'_>) {
+    let (n, out) = (b.d.outs[0].elems(), b.d.outs[0].dtype);
+    let config = super::pointwise::config(b.elem, out, b.acc, [0, 1], 1).flag("ADD", false).signed("REPEATS", -1);
+    let text = super::pointwise::text(config, "u = acc(0);", None);
+    let args = vec![Arg::Scalars, Arg::Scalars, Arg::Scalars, Arg::Out(0), Arg::Out(0), Arg::Scalars, int(n), int(1)];
+    b.launch(Family::Pointwise, "dp_pointwise", text, Size::over(n, THREADS), args);
+}
+
+/// (x, table) → x + the table's row of each position.
+pub fn positions_add(b: &mut Builder<'_>, positions: Extent) {
+    let (n, width) = (b.d.outs[0].elems(), b.d.ins[0].dims[2]);
+    let pack = b.pack(&[width]);
+    let config = b.config(THREADS).int("VEC", pack).flag("ZIGZAG", is_zigzag(b));
+    let text = config.text(&[include_str!("text/positions.cuh"), include_str!("text/positions_add.cuh")]);
+    let mut args = vec![Arg::In(0), Arg::In(1), Arg::Out(0), int(n), int(positions.len), int(width), int(positions.start)];
+    args.extend(order_args(b, positions.logical));
+    b.launch(Family::Embed, "dp_positions_add", text, Size::over(n / pack, THREADS), args);
+}
+
+pub fn positions_grad(b: &mut Builder<'_>, positions: Extent) {
+    let (batch, width, rows) = (b.d.ins[0].dims[0], b.d.ins[0].dims[2], b.d.outs[0].dims[0]);
+    let config = b.config(THREADS).ty("grad_t", b.d.outs[0].dtype).flag("ZIGZAG", is_zigzag(b));
+    let text = config.text(&[include_str!("text/positions.cuh"), include_str!("text/positions_grad.cuh")]);
+    let numbers = [batch, positions.len, width, positions.start, rows, positions.logical].map(int);
+    let args = [Arg::In(0), Arg::Out(0)].into_iter().chain(numbers).chain(order_args(b, positions.logical)).collect();
+    b.launch(Family::Embed, "dp_positions_grad", text, Size::over(rows * width, THREADS), args);
+}
+
+/// Whether positions are not where their indices are.
+pub fn is_zigzag(b: &Builder<'_>) -> bool {
+    b.d.context.order != Order::Straight
+}
+
+/// Chunk and blocks of the order of a sequence, as `positions.cuh` takes them.
+pub fn order_args(b: &Builder<'_>, length: u64) -> [Arg; 2] {
+    match b.d.context.order {
+        Order::Straight => [int(1), int(1)],
+        Order::Zigzag { blocks } => [int(b.d.context.order.chunk(length)), int(blocks)],
+    }
+}
+
+/// # Errors
+/// If there is not one frequency for each pair.
+pub fn rope(b: &mut Builder<'_>, rope: &Rope, positions: Extent) -> Result<(), PrepareError> {
+    let dims = &b.d.ins[0].dims;
+    let (half, width) = (rope.inv_freq.len() as u64, dims[dims.len() - 1]);
+    if half * 2 != width {
+        return Err(PrepareError::Sizes(format!("{half} frequencies for vectors of {width}")));
+    }
+    let sign = match rope.rotation {
+        Rotation::Forward => 1.0,
+        Rotation::Inverse => -1.0,
+    };
+    let turns: Vec<String> = rope.inv_freq.iter().map(|f| format!("{:e}", sign * f / std::f64::consts::PI)).collect();
+    let table = format!("DP_CONSTANT double TURNS[{half}] = {{{}}};", turns.join(", "));
+    let text = b
+        .config(THREADS)
+        .int("HALF", half)
+        .flag("ZIGZAG", is_zigzag(b))
+        .line(&table)
+        .text(&[include_str!("text/positions.cuh"), include_str!("text/rope.cuh")]);
+    let heads: u64 = dims[2..dims.len() - 1].iter().product();
+    let mut args = vec![Arg::In(0), Arg::Out(0), int(dims[0]), int(dims[1]), int(heads), int(positions.start)];
+    args.extend(order_args(b, positions.logical));
+    let size = Size::over(dims[0] * dims[1] * half, THREADS);
+    b.launch(Family::Rope, "dp_rope", text, size, args);
+    Ok(())
+}

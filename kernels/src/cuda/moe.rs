@@ -1,0 +1,117 @@
+//! Mixture of experts: the router, and rows between tokens and experts.
+
+use dplan_ir::extent::Extent;
+use dplan_ir::op::Renormalize;
+
+use super::source::{Builder, Size, int};
+use super::{Arg, Family, PrepareError};
+
+const THREADS: u64 = 256;
+/// Most experts that a warp routes to, 32 for each register of a lane.
+const MOST_EXPERTS: u64 = 1024;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Gated {
+    Yes,
+    No,
+}
+
+/// # Errors
+/// If there are more experts than a warp can hold.
+pub fn router(b: &mut Builder<'_>, k: u64, renormalize: Renormalize, experts: Extent) -> Result<(), PrepareError> {
+    route(b, k, renormalize, experts, "dp_router", include_str!("text/router.cuh"))
+}
+
+/// # Errors
+/// As [`router`].
+pub fn router_grad(b: &mut Builder<'_>, k: u64, renormalize: Renormalize, experts: Extent) -> Result<(), PrepareError> {
+    route(b, k, renormalize, experts, "dp_router_grad", include_str!("text/router_grad.cuh"))
+}
+
+fn route(
+    b: &mut Builder<'_>,
+    k: u64,
+    renormalize: Renormalize,
+    experts: Extent,
+    entry: &'static str,
+    text: &'static str,
+) -> Result<(), PrepareError> {
+    if experts.len > MOST_EXPERTS {
+        return Err(PrepareError::Sizes(format!("{} experts, at most {MOST_EXPERTS} are routed to", experts.len)));
+    }
+    let tokens = b.d.ins[0].elems() / experts.len.max(1);
+    let config = b.config(THREADS).int("L", experts.len.div_ceil(32)).int("K", k).flag("RENORMALIZE", renormalize == Renormalize::Yes);
+    let mut args: Vec<Arg> = (0..b.d.ins.len()).map(Arg::In).collect();
+    args.extend([Arg::Out(0), int(tokens), int(experts.len), int(experts.valid())]);
+    b.launch(Family::Router, entry, config.text(&[text]), Size::blocks(tokens.div_ceil(THREADS / 32), THREADS, 0), args);
+    Ok(())
+}
+
+/// Where rows lie, in working memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Map {
+    pub starts: Arg,
+    pub slots: Arg,
+    pub places: Arg,
+    pub tokens: u64,
+    pub experts: u64,
+    pub capacity: u64,
+}
+
+/// Launches that find the rows of the operand `gate`, for values of `capacity` rows.
+pub fn map(b: &mut Builder<'_>, gate: usize, capacity: u64) -> Map {
+    let dims = &b.d.ins[gate].dims;
+    let (tokens, experts) = (dims[0] * dims[1], dims[2]);
+    let counts = b.take(experts * 4);
+    let starts = b.take((experts + 1) * 4);
+    let slots = b.take(capacity * 4);
+    let places = b.take(tokens * experts * 4);
+    let count = b.config(THREADS).text(&[include_str!("text/moe_map.cuh")]);
+    let args = vec![Arg::In(gate), counts, int(tokens), int(experts)];
+    b.launch(Family::Moe, "dp_moe_count", count, Size::blocks(experts, THREADS, 32 * 4), args);
+    let place = b.config(THREADS).text(&[include_str!("text/moe_place.cuh")]);
+    let args = vec![Arg::In(gate), counts, starts, slots, places, int(tokens), int(experts), int(capacity)];
+    b.launch(Family::Moe, "dp_moe_place", place, Size::blocks(experts, THREADS, THREADS / 32 * 4), args);
+    Map { starts, slots, places, tokens, experts, capacity }
+}
+
+/// Rows of an operand or result in top-k layout whose rows have `width` elements.
+pub fn capacity(elems: u64, width: u64) -> u64 {
+    elems / width.max(1)
+}
+
+/// (x, gate) → rows.
+pub fn rows(b: &mut Builder<'_>, gated: Gated) {
+    let width = b.d.ins[0].dims[2];
+    let map = map(b, 1, capacity(b.d.outs[0].elems(), width));
+    let pack = b.pack(&[width]);
+    let text = b.config(THREADS).int("VEC", pack).flag("GATED", gated == Gated::Yes).text(&[include_str!("text/moe_rows.cuh")]);
+    let args = vec![Arg::In(0), Arg::In(1), map.slots, Arg::Out(0), int(map.capacity), int(width), int(map.experts)];
+    b.launch(Family::Moe, "dp_moe_rows", text, Size::over(map.capacity * width / pack, THREADS), args);
+}
+
+/// (rows, gate) → Σ over the rows of a token.
+pub fn tokens(b: &mut Builder<'_>, gated: Gated) {
+    let width = b.d.outs[0].dims[2];
+    let map = map(b, 1, capacity(b.d.ins[0].elems(), width));
+    let pack = b.pack(&[width]);
+    let text = b.config(THREADS).int("VEC", pack).flag("GATED", gated == Gated::Yes).text(&[include_str!("text/moe_tokens.cuh")]);
+    let args = vec![Arg::In(0), Arg::In(1), map.places, Arg::Out(0), int(map.tokens), int(width), int(map.experts)];
+    b.launch(Family::Moe, "dp_moe_tokens", text, Size::over(map.tokens * width / pack, THREADS), args);
+}
+
+/// (dy, rows, gate) → ⟨dy, row⟩ for each token and expert.
+pub fn dot(b: &mut Builder<'_>) {
+    let width = b.d.ins[0].dims[2];
+    let map = map(b, 2, capacity(b.d.ins[1].elems(), width));
+    let text = b.config(THREADS).text(&[include_str!("text/moe_dot.cuh")]);
+    let args = vec![Arg::In(0), Arg::In(1), map.places, Arg::Out(0), int(map.tokens), int(width), int(map.experts)];
+    b.launch(Family::Moe, "dp_moe_dot", text, Size::blocks((map.tokens * map.experts).div_ceil(THREADS / 32), THREADS, 0), args);
+}
+
+/// Zeroes the rows of the result past the last.
+pub fn tail(b: &mut Builder<'_>, map: &Map, width: u64) {
+    let text = b.config(THREADS).text(&[include_str!("text/moe_tail.cuh")]);
+    let args = vec![map.starts, Arg::Out(0), int(map.capacity), int(width), int(map.experts)];
+    b.launch(Family::Moe, "dp_moe_tail", text, Size::over(map.capacity * width, THREADS), args);
+}

@@ -1,0 +1,237 @@
+//! The CPU shim: generated kernels compiled by the system's C++ compiler and run, one launch at a time.
+//!
+//! `shim.h` says how a launch runs and what it checks. Here: any number of texts become one library ([`Library::compile`]), and a [`Routine`] runs on plain
+//! byte buffers ([`Library::run`]) with its working memory and its results' unwritten elements poisoned.
+
+use std::collections::HashMap;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use libloading::Library as Dynamic;
+
+use crate::cuda::{Arg, Launch, Routine, source};
+
+/// Why kernels cannot be compiled or run.
+#[derive(Debug, thiserror::Error)]
+pub enum ShimError {
+    #[error("no C++ compiler: set CXX, or install g++")]
+    NoCompiler,
+    #[error("{path}: cannot write")]
+    Write { path: PathBuf, source: std::io::Error },
+    #[error("the compiler refused {path}:\n{log}")]
+    Compile { path: PathBuf, log: String },
+    #[error("{path}: cannot load")]
+    Load { path: PathBuf, source: libloading::Error },
+    #[error("`{entry}` was not compiled into this library")]
+    Unknown { entry: &'static str },
+    #[error("`{entry}`, {what}")]
+    Fault { entry: &'static str, what: String },
+}
+
+/// A C++ compiler: `CXX`, else `c++`, `g++` or `clang++`, whichever answers first.
+pub fn compiler() -> Option<PathBuf> {
+    let named = std::env::var_os("CXX").map(PathBuf::from);
+    let candidates = named.into_iter().chain(["g++", "c++", "clang++"].map(PathBuf::from));
+    candidates.into_iter().find(|c| Command::new(c).arg("--version").output().is_ok_and(|o| o.status.success()))
+}
+
+/// Compiled kernels, by text and entry.
+pub struct Library {
+    dynamic: Dynamic,
+    symbols: HashMap<(String, &'static str), String>,
+}
+
+/// How a routine is run.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Of the order of fibers.
+    pub seed: u64,
+    /// Blocks of each launch to run, from this one on; all if `None`.
+    pub blocks: Option<(u64, u64)>,
+}
+
+impl Options {
+    pub fn seeded(seed: u64) -> Options {
+        Options { seed, blocks: None }
+    }
+}
+
+/// What a routine moved to and from global memory, in sectors of 32 bytes, each counted once a launch.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Moved {
+    pub read: u64,
+    pub written: u64,
+}
+
+impl Library {
+    /// Compiles all kernels of these launches in `dir`.
+    ///
+    /// # Errors
+    /// If there is no compiler, or it refuses a text.
+    pub fn compile<'a>(dir: &Path, name: &str, launches: impl IntoIterator<Item = &'a Launch>) -> Result<Library, ShimError> {
+        let compiler = compiler().ok_or(ShimError::NoCompiler)?;
+        let mut text = String::from(source::HOST);
+        let mut symbols = HashMap::new();
+        let mut namespaces: HashMap<String, usize> = HashMap::new();
+        for launch in launches {
+            if symbols.contains_key(&(launch.text.clone(), launch.entry)) {
+                continue;
+            }
+            let next = namespaces.len();
+            let at = *namespaces.entry(launch.text.clone()).or_insert_with(|| {
+                let _ = write!(text, "namespace k{next} {{\n{}}}\n", launch.text);
+                next
+            });
+            let symbol = format!("k{at}_{}", launch.entry);
+            let _ = writeln!(text, "DP_ENTRY({symbol}, k{at}::{})", launch.entry);
+            symbols.insert((launch.text.clone(), launch.entry), symbol);
+        }
+        let (input, output) = (dir.join(format!("{name}.cpp")), dir.join(format!("{name}.so")));
+        std::fs::write(&input, text).map_err(|source| ShimError::Write { path: input.clone(), source })?;
+        // Without SRA: g++ 12 has an internal error in that pass on the norm kernels.
+        let flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-fno-tree-sra"];
+        let run = Command::new(compiler).args(flags).arg(&input).arg("-o").arg(&output).output();
+        let run = run.map_err(|source| ShimError::Write { path: output.clone(), source })?;
+        if !run.status.success() {
+            return Err(ShimError::Compile { path: input, log: String::from_utf8_lossy(&run.stderr).into_owned() });
+        }
+        Library::open(&output, symbols)
+    }
+
+    fn open(path: &Path, symbols: HashMap<(String, &'static str), String>) -> Result<Library, ShimError> {
+        // SAFETY: the library was compiled from our own text; loading it runs nothing but C++ initialisers of zeroed statics.
+        let dynamic = unsafe { Dynamic::new(path) }.map_err(|source| ShimError::Load { path: path.to_path_buf(), source })?;
+        Ok(Library { dynamic, symbols })
+    }
+
+    /// Runs a routine. `outs` are results as they were before; those that nobody writes stay poisoned (`unwritten` counts their bytes) unless
+    /// `keep` says that the routine adds to what is there.
+    ///
+    /// # Errors
+    /// If a kernel touches what it must not, races, or does not end.
+    pub fn run(&self, routine: &Routine, ins: &[&[u8]], outs: &mut [&mut [u8]], scalars: &[f64], options: Options) -> Result<Ran, ShimError> {
+        let mut memories: Vec<Memory> = Vec::new();
+        let mut writers: Vec<Vec<u64>> = Vec::new();
+        let mut sectors: Vec<Vec<[u32; 2]>> = Vec::new();
+        let step: Vec<u8> = scalars.iter().flat_map(|s| s.to_le_bytes()).collect();
+        // An allocation is aligned as a GPU's is, so alignment checks mean something.
+        let mut aux = vec![0xffu8; routine.aux as usize + 256];
+        let skip = aux.as_ptr().align_offset(256);
+        for bytes in ins.iter().copied().chain([&step[..]]) {
+            memories.push(Memory::new(bytes.as_ptr().cast_mut(), bytes.len(), std::ptr::null_mut(), 0));
+        }
+
+        let mut writable = |memories: &mut Vec<Memory>, at: *mut u8, len: usize| {
+            writers.push(vec![0; len.div_ceil(2)]);
+            let shadow = writers.last_mut().map_or(std::ptr::null_mut(), |w| w.as_mut_ptr());
+            memories.push(Memory::new(at, len, shadow, 1));
+        };
+        for bytes in outs.iter_mut() {
+            writable(&mut memories, bytes.as_mut_ptr(), bytes.len());
+        }
+        writable(&mut memories, aux[skip..].as_mut_ptr(), routine.aux as usize);
+        for memory in &mut memories {
+            sectors.push(vec![[0; 2]; memory.bytes as usize / 32 + 1]);
+            memory.sectors = sectors.last_mut().map_or(std::ptr::null_mut(), |s| s.as_mut_ptr());
+        }
+        for (number, launch) in routine.launches.iter().enumerate() {
+            let index = |arg: &Arg| match *arg {
+                Arg::In(i) => Some((i, 0)),
+                Arg::Scalars => Some((ins.len(), 0)),
+                Arg::Out(i) => Some((ins.len() + 1 + i, 0)),
+                Arg::Aux(at) => Some((ins.len() + 1 + outs.len(), at)),
+                Arg::Int(_) => None,
+            };
+            let args: Vec<RawArg> = launch
+                .args
+                .iter()
+                .map(|arg| match (index(arg), arg) {
+                    (Some((at, offset)), _) => RawArg { kind: 0, memory: &raw mut memories[at], offset, integer: 0 },
+                    (None, Arg::Int(i)) => RawArg { kind: 1, memory: std::ptr::null_mut(), offset: 0, integer: *i },
+                    (None, _) => unreachable!("only integers have no memory"),
+                })
+                .collect();
+            self.call(launch, &args, number as u64 + 1, options)?;
+        }
+        let moved = memories.iter().fold(Moved::default(), |m, x| Moved { read: m.read + x.read, written: m.written + x.written });
+        let outs = memories[ins.len() + 1..].iter().zip(&writers).take(outs.len());
+        let unwritten = outs.map(|(_, w)| w.iter().filter(|&&w| w == 0).count() as u64 * 2).collect();
+        Ok(Ran { moved, unwritten })
+    }
+
+    /// Runs one launch on memory as the caller describes it.
+    fn call(&self, launch: &Launch, args: &[RawArg], number: u64, options: Options) -> Result<(), ShimError> {
+        let entry = launch.entry;
+        let symbol = self.symbols.get(&(launch.text.clone(), entry)).ok_or(ShimError::Unknown { entry })?;
+        let mut error = [0u8; 512];
+        let (first_block, blocks) = options.blocks.unwrap_or((0, u64::MAX));
+        let raw = RawLaunch {
+            grid: [launch.grid, 1, 1],
+            threads: launch.threads,
+            shared: launch.shared,
+            seed: options.seed,
+            number,
+            first_block,
+            blocks,
+            args: args.as_ptr(),
+            error: error.as_mut_ptr(),
+        };
+        // SAFETY: `DP_ENTRY` defines the symbol with this type; the structures are those of `shim.h`, and every pointer in them outlives the call.
+        let status = unsafe {
+            let f = self.dynamic.get::<unsafe extern "C" fn(*const RawLaunch) -> i32>(symbol.as_bytes()).map_err(|_| ShimError::Unknown { entry })?;
+            f(&raw const raw)
+        };
+        if status == 0 {
+            return Ok(());
+        }
+        let end = error.iter().position(|&b| b == 0).unwrap_or(error.len());
+        Err(ShimError::Fault { entry, what: String::from_utf8_lossy(&error[..end]).into_owned() })
+    }
+}
+
+/// What a run found out.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Ran {
+    pub moved: Moved,
+    /// Bytes of each result that no thread wrote.
+    pub unwritten: Vec<u64>,
+}
+
+#[repr(C)]
+struct Memory {
+    base: *mut u8,
+    bytes: u64,
+    writers: *mut u64,
+    sectors: *mut [u32; 2],
+    read: u64,
+    written: u64,
+    writable: i32,
+}
+
+impl Memory {
+    fn new(base: *mut u8, bytes: usize, writers: *mut u64, writable: i32) -> Memory {
+        Memory { base, bytes: bytes as u64, writers, sectors: std::ptr::null_mut(), read: 0, written: 0, writable }
+    }
+}
+
+#[repr(C)]
+struct RawArg {
+    kind: i32,
+    memory: *mut Memory,
+    offset: u64,
+    integer: i64,
+}
+
+#[repr(C)]
+struct RawLaunch {
+    grid: [u32; 3],
+    threads: u32,
+    shared: u32,
+    seed: u64,
+    number: u64,
+    first_block: u64,
+    blocks: u64,
+    args: *const RawArg,
+    error: *mut u8,
+}

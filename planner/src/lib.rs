@@ -7,6 +7,7 @@ pub mod cost;
 mod expansion;
 pub mod explain;
 pub mod infeasible;
+pub mod integer;
 pub mod lower;
 pub mod machine;
 pub mod memory;

@@ -1,0 +1,413 @@
+//! One tuple as integer programs: another answer to the question of [`crate::stages`], by other code.
+//!
+//! For a bound `ε` on the end of the step, every stage that could hold some layers takes the least time of
+//!
+//! ```text
+//! min  Σ time(c) · n(g,c)
+//!      Σ_c n(g,c) = layers of group g,   n ≥ 0 whole
+//!      Σ end(c) · n(g,c) ≤ ε
+//!      Σ bytes(c) · n(g,c) + Σ_w w · u(w) + Σ_r r · v(r) ≤ room
+//!      Σ u = 1,  Σ v = 1,   u, v binary
+//!      Σ_{c of g: workspace(c) ≥ w} n(g,c) ≤ layers of g · Σ_{w' ≥ w} u(w')      for each size w of a workspace; rings alike
+//! ```
+//! and the best cut of the layers is a shortest path for each bound on the slowest stage. No `n` is dropped for what the rest of the plan looks like; of choices that
+//! another covers in every term only the other one stands. `ε` comes down from above, each time just below the longest end of the last plan, until no shorter end
+//! could pay for the time it costs.
+
+use crate::certificate::{quickest, weights};
+use crate::menu::Menus;
+use crate::objective::Home;
+use crate::prices::Prices;
+use crate::problem::Problem;
+use crate::search::{Closed, Found, How, NEVER, Outcome, Statistics, largest};
+use crate::space::tuples;
+use crate::stages::Solution;
+use good_lp::{Expression, ProblemVariables, ResolutionError, Solution as _, SolverModel, Variable, constraint, default_solver, variable};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// The solver failed.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("the integer program's solver gave up: {0}")]
+pub struct SolverFault(String);
+
+/// The terms of a choice.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+struct Column {
+    time: u64,
+    end: u64,
+    bytes: u64,
+    workspace: u64,
+    ring: u64,
+    choice: u32,
+}
+
+impl Column {
+    fn covers(&self, other: &Column) -> bool {
+        let terms = |c: &Column| [c.time, c.end, c.bytes, c.workspace, c.ring];
+        terms(self).iter().zip(terms(other)).all(|(a, b)| *a <= b)
+    }
+}
+
+/// Layers of one kind that lie alike towards the tied parameter.
+type Members = (usize, Home, usize);
+
+/// A stage that could hold the layers from `start` to before `end`.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+struct Span {
+    stage: usize,
+    start: usize,
+    end: usize,
+}
+
+/// How a stage runs at its least time: which choices, how many layers each.
+#[derive(Clone, PartialEq, Eq, Debug)]
+struct Run {
+    time: u64,
+    end: u64,
+    counts: Vec<(Members, u32, usize)>,
+}
+
+struct Tableau<'a> {
+    menus: &'a Menus,
+    layers: &'a [usize],
+    budget: u64,
+    columns: BTreeMap<(usize, Home, u64), Vec<Column>>,
+    /// Answers by what they depend on: members, micro-batches in flight, room, and the bound on the end.
+    known: BTreeMap<(Vec<Members>, u64, u64), Vec<(u64, Option<Run>)>>,
+}
+
+/// The best plan of a tuple that is below `cut`.
+///
+/// # Errors
+/// If the solver fails.
+pub fn best_below(menus: &Menus, layers: &[usize], budget: u64, cut: u64) -> Result<Option<Solution>, SolverFault> {
+    let mut tableau = Tableau { menus, layers, budget, columns: BTreeMap::new(), known: BTreeMap::new() };
+    let m = menus.tuple.micro_batches;
+    let (mut cut, mut best, mut limit) = (cut, None, u64::MAX);
+    let shortest_end = tableau.shortest_end();
+    loop {
+        let mut runs: BTreeMap<Span, Run> = BTreeMap::new();
+        for span in tableau.spans(cut) {
+            if let Some(run) = tableau.run(span, limit)? {
+                runs.insert(span, run);
+            }
+        }
+        let Some((path, time)) = shortest(&runs, menus.tuple.pp as usize, layers.len(), m) else { break };
+        let longest = path.iter().map(|s| runs[s].end).max().unwrap_or(0);
+        let objective = time + longest + menus.constant;
+        if objective < cut {
+            cut = objective;
+            best = Some(tableau.solution(&path, &runs, objective));
+        }
+        if time + menus.constant + shortest_end >= cut || longest <= shortest_end {
+            break;
+        }
+        limit = longest - 1;
+    }
+    Ok(best)
+}
+
+/// Finds the best plan of all tuples that the pins allow, with every tuple that its bounds do not close solved by integer programs. `late` says that time is up.
+///
+/// # Errors
+/// If the solver fails.
+pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bool) -> Result<Outcome, SolverFault> {
+    let space = tuples(prices, problem.devices, problem.batch, &problem.pins);
+    let largest = largest(&space);
+    let mut order: Vec<(u64, usize)> = Vec::new();
+    for (at, tuple) in space.iter().enumerate() {
+        order.push((quickest(problem, tuple, |class| prices.floor(class, tuple.tp, tuple.micro_batch).0), at));
+    }
+    order.sort_unstable();
+    let mut closed: Vec<Closed> = space.iter().map(|&tuple| Closed { tuple, how: How::Open(0) }).collect();
+    let (mut best, mut objective, mut solved, mut lower_bound): (Option<Found>, u64, usize, Option<u64>) = (None, NEVER, 0, None);
+    for (floor, at) in order {
+        let tuple = space[at];
+        if floor >= objective {
+            closed[at].how = How::Floor(floor);
+            continue;
+        }
+        if late() {
+            // Floors rise, so that of the first one left open is below all others.
+            lower_bound = Some(lower_bound.unwrap_or(floor));
+            closed[at].how = How::Open(floor);
+            continue;
+        }
+        let trend = quickest(problem, &tuple, |class| prices.trend(class, tuple.shape(), largest[&tuple.tp]).0);
+        if trend >= objective {
+            closed[at].how = How::Trend(trend);
+            continue;
+        }
+        closed[at].how = match weights(problem, prices, &tuple) {
+            None => How::Impossible,
+            Some(bound) if bound >= objective => How::Bound(bound),
+            Some(_) => {
+                solved += 1;
+                let mut how = How::Nothing(objective);
+                for menus in Menus::new(problem, prices, tuple).iter().flat_map(Menus::by_tie) {
+                    if let Some(solution) = best_below(&menus, &problem.layers, problem.budget, objective)? {
+                        objective = solution.objective;
+                        how = How::Best(objective);
+                        best = Some(Found { menus, solution });
+                    }
+                }
+                how
+            }
+        };
+    }
+    let proved = lower_bound.is_none();
+    let lower_bound = lower_bound.unwrap_or(objective);
+    let gap = if best.is_some() { (objective - lower_bound) as f64 / objective as f64 } else { 0.0 };
+    Ok(Outcome { best, closed, statistics: Statistics { space: space.len(), solved, lower_bound, gap, proved } })
+}
+
+impl Tableau<'_> {
+    fn tied(&self, layer: usize) -> bool {
+        self.menus.tied[self.layers[layer]]
+    }
+
+    /// The members of a span, each kind and position towards the tied parameter once.
+    fn members(&self, span: Span) -> Vec<Members> {
+        let inside: Vec<usize> = (span.start..span.end).filter(|&l| self.tied(l)).collect();
+        let outside = (0..self.layers.len()).any(|l| self.tied(l) && !(span.start..span.end).contains(&l));
+        let mut members: Vec<Members> = Vec::new();
+        for layer in span.start..span.end {
+            let home = match inside.first() {
+                Some(&first) if self.tied(layer) && layer > first => Home::Repeated,
+                Some(_) if self.tied(layer) && outside => Home::Apart,
+                _ => Home::Together,
+            };
+            match members.iter_mut().find(|m| (m.0, m.1) == (self.layers[layer], home)) {
+                Some(known) => known.2 += 1,
+                None => members.push((self.layers[layer], home, 1)),
+            }
+        }
+        members
+    }
+
+    /// No step ends sooner: one stage has the layer with the longest end.
+    fn shortest_end(&self) -> u64 {
+        let least = |kind: usize| {
+            let ends = self.menus.choices[kind].iter().flat_map(|c| Home::ALL.map(|h| c.terms(h).end));
+            ends.min().unwrap_or(0)
+        };
+        let sum: u64 = self.layers.iter().map(|&kind| least(kind)).sum();
+        self.layers.iter().map(|&kind| least(kind)).max().unwrap_or(0).max(sum.div_ceil(self.menus.tuple.pp))
+    }
+
+    /// Spans that lie on a cut of all layers and could be part of a plan below `cut`, by least times alone.
+    fn spans(&self, cut: u64) -> Vec<Span> {
+        let (stages, layers, m) = (self.menus.tuple.pp as usize, self.layers.len(), self.menus.tuple.micro_batches);
+        let least = |kind: usize| self.menus.choices[kind].iter().map(|c| c.terms(Home::Together).time).min().unwrap_or(0);
+        let mut before = vec![0u64];
+        for &kind in self.layers {
+            before.push(before[before.len() - 1] + least(kind));
+        }
+        let messages: u64 = (0..stages).map(|s| self.menus.least_message(s as u64)).sum();
+        let whole = before[layers] + messages + self.menus.constant;
+        let mut all: Vec<Span> = Vec::new();
+        let mut starts = BTreeSet::from([0]);
+        for stage in 0..stages {
+            let mut next = BTreeSet::new();
+            for &start in &starts {
+                let ends = if stage + 1 == stages { layers..=layers } else { start + 1..=layers - (stages - stage - 1) };
+                for end in ends.filter(|&end| end > start) {
+                    let time = before[end] - before[start] + self.menus.message(stage as u64, end - 1);
+                    if whole + (m - 1) * time >= cut {
+                        continue;
+                    }
+                    next.insert(end);
+                    all.push(Span { stage, start, end });
+                }
+            }
+            starts = next;
+        }
+        let mut wanted = BTreeSet::from([(stages, layers)]);
+        let mut kept: Vec<Span> = Vec::new();
+        for span in all.into_iter().rev() {
+            if wanted.contains(&(span.stage + 1, span.end)) {
+                wanted.insert((span.stage, span.start));
+                kept.push(span);
+            }
+        }
+        kept.reverse();
+        kept
+    }
+
+    /// How a span runs at its least time, if its end is at most `limit`.
+    fn run(&mut self, span: Span, limit: u64) -> Result<Option<Run>, SolverFault> {
+        let stage = span.stage as u64;
+        let Some(room) = self.menus.room(self.budget, stage) else { return Ok(None) };
+        let (members, in_flight) = (self.members(span), self.menus.tuple.in_flight(stage));
+        let key = (members.clone(), in_flight, room);
+        // An answer to a wider bound that keeps this one is the answer; so is that nothing kept a wider one.
+        let known = self.known.get(&key).and_then(|all| all.iter().find(|(_, run)| run.as_ref().is_none_or(|r| r.end <= limit)).cloned());
+        let run = match known {
+            Some((_, run)) => run,
+            None => {
+                let run = self.program(&members, in_flight, room, limit)?;
+                self.known.entry(key).or_default().push((limit, run.clone()));
+                run
+            }
+        };
+        let message = self.menus.message(stage, span.end - 1);
+        Ok(run.map(|run| Run { time: run.time + message, ..run }))
+    }
+
+    /// The undominated choices of a kind.
+    fn columns(&mut self, kind: usize, home: Home, in_flight: u64) -> Vec<Column> {
+        let menu = &self.menus.choices[kind];
+        let build = || {
+            let column = |(choice, at): (&crate::menu::Choice, u32)| {
+                let terms = choice.terms(home);
+                let bytes = terms.states + in_flight * choice.frame;
+                Column { time: terms.time, end: terms.end, bytes, workspace: choice.workspace, ring: terms.ring, choice: at }
+            };
+            let mut all: Vec<Column> = menu.iter().zip(0..).map(column).collect();
+            all.sort_unstable();
+            let mut kept: Vec<Column> = Vec::new();
+            for column in all {
+                if !kept.iter().any(|k| k.covers(&column)) {
+                    kept.push(column);
+                }
+            }
+            kept
+        };
+        self.columns.entry((kind, home, in_flight)).or_insert_with(build).clone()
+    }
+
+    /// Solves the integer program of a stage.
+    fn program(&mut self, members: &[Members], in_flight: u64, room: u64, limit: u64) -> Result<Option<Run>, SolverFault> {
+        let columns: Vec<Vec<Column>> = members.iter().map(|&(kind, home, _)| self.columns(kind, home, in_flight)).collect();
+        let quickest: u64 = members.iter().zip(&columns).map(|(m, c)| m.2 as u64 * c.iter().map(|c| c.time).max().unwrap_or(0)).sum();
+        let (time_unit, byte_unit, end_unit) = (quickest.max(1) as f64, room.max(1) as f64, limit.max(1) as f64);
+        // Sizes beyond the room leave the solver's exact numbers; whole answers are counted again in whole bytes.
+        let mut free = room;
+        for _ in 0..MOST_REPAIRS {
+            let mut variables = ProblemVariables::new();
+            let counts: Vec<Vec<Variable>> = members
+                .iter()
+                .zip(&columns)
+                .map(|(m, c)| c.iter().map(|_| variables.add(variable().integer().min(0.0).max(m.2 as f64))).collect())
+                .collect();
+            let all = || counts.iter().zip(&columns).flat_map(|(n, c)| n.iter().copied().zip(c));
+            let (workspaces, rings) = (sizes(&columns, |c| c.workspace), sizes(&columns, |c| c.ring));
+            let of_workspace: Vec<Variable> = workspaces.iter().map(|_| variables.add(variable().binary())).collect();
+            let of_ring: Vec<Variable> = rings.iter().map(|_| variables.add(variable().binary())).collect();
+            let objective: Expression = all().map(|(n, c)| c.time as f64 / time_unit * n).sum();
+            let mut model = variables.minimise(objective).using(default_solver);
+            for (member, counts) in members.iter().zip(&counts) {
+                let sum: Expression = counts.iter().sum();
+                model = model.with(constraint!(sum == member.2 as f64));
+            }
+            if limit < u64::MAX {
+                let ends: Expression = all().map(|(n, c)| c.end as f64 / end_unit * n).sum();
+                model = model.with(constraint!(ends <= 1.0));
+            }
+            let mut held: Expression = all().map(|(n, c)| c.bytes as f64 / byte_unit * n).sum();
+            for (sizes, taken, of) in [(&workspaces, &of_workspace, (|c| c.workspace) as fn(&Column) -> u64), (&rings, &of_ring, |c| c.ring)] {
+                let one: Expression = taken.iter().sum();
+                model = model.with(constraint!(one == 1.0));
+                held += sizes.iter().zip(taken).map(|(&size, &u)| size as f64 / byte_unit * u).sum::<Expression>();
+                for (at, &size) in sizes.iter().enumerate().skip(1) {
+                    let wide: Expression = taken[at..].iter().sum();
+                    for ((counts, columns), member) in counts.iter().zip(&columns).zip(members) {
+                        if columns.iter().any(|c| of(c) >= size) {
+                            let using: Expression = counts.iter().zip(columns).filter(|(_, c)| of(c) >= size).map(|(&n, _)| Expression::from(n)).sum();
+                            model = model.with(constraint!(using <= member.2 as f64 * wide.clone()));
+                        }
+                    }
+                }
+            }
+            model = model.with(constraint!(held <= free as f64 / byte_unit));
+            let solution = match model.solve() {
+                Ok(solution) => solution,
+                Err(ResolutionError::Infeasible) => return Ok(None),
+                Err(why) => return Err(SolverFault(why.to_string())),
+            };
+            let mut run = Run { time: 0, end: 0, counts: Vec::new() };
+            let (mut bytes, mut workspace, mut ring) = (0, 0, 0);
+            for ((member, counts), columns) in members.iter().zip(&counts).zip(&columns) {
+                for (&n, column) in counts.iter().zip(columns) {
+                    let count = solution.value(n).round().max(0.0) as u64;
+                    if count > 0 {
+                        (run.time, run.end, bytes) = (run.time + count * column.time, run.end + count * column.end, bytes + count * column.bytes);
+                        (workspace, ring) = (workspace.max(column.workspace), ring.max(column.ring));
+                        run.counts.push((*member, column.choice, count as usize));
+                    }
+                }
+            }
+            let over = (bytes + workspace + ring).saturating_sub(room);
+            if over == 0 && run.end <= limit {
+                return Ok(Some(run));
+            }
+            if over == 0 {
+                return Err(SolverFault(format!("an end of {} for at most {limit}", run.end)));
+            }
+            free = free.saturating_sub(over);
+        }
+        Err(SolverFault("sizes too near the room".into()))
+    }
+
+    /// The plan whose stages are the spans of a path.
+    fn solution(&self, path: &[Span], runs: &BTreeMap<Span, Run>, objective: u64) -> Solution {
+        let mut choices = vec![0; self.layers.len()];
+        for span in path {
+            // Which choices the layers of each kind and position have still to make.
+            let mut left: BTreeMap<(usize, Home), Vec<u32>> = BTreeMap::new();
+            for &((kind, home, _), choice, count) in &runs[span].counts {
+                left.entry((kind, home)).or_default().extend(std::iter::repeat_n(choice, count));
+            }
+            left.values_mut().for_each(|choices| choices.sort_unstable_by(|a, b| b.cmp(a)));
+            let first = (span.start..span.end).find(|&l| self.tied(l));
+            for layer in span.start..span.end {
+                let repeated = self.tied(layer) && first.is_some_and(|f| layer > f);
+                let place = left.iter_mut().find(|((kind, home), _)| *kind == self.layers[layer] && (*home == Home::Repeated) == repeated);
+                if let Some(choice) = place.and_then(|(_, choices)| choices.pop()) {
+                    choices[layer] = choice;
+                }
+            }
+        }
+        Solution { objective, stages: path.iter().map(|s| (s.start, s.end - 1)).collect(), choices }
+    }
+}
+
+/// Times a program is solved again because its rounded answer missed the room by a few bytes.
+const MOST_REPAIRS: usize = 4;
+
+/// Distinct sizes, rising.
+fn sizes(columns: &[Vec<Column>], of: fn(&Column) -> u64) -> Vec<u64> {
+    let all: BTreeSet<u64> = columns.iter().flatten().map(of).collect();
+    all.into_iter().collect()
+}
+
+/// The path over all stages with the least `Σ time + (m − 1) · slowest`, and that value.
+fn shortest(runs: &BTreeMap<Span, Run>, stages: usize, layers: usize, m: u64) -> Option<(Vec<Span>, u64)> {
+    let thresholds: BTreeSet<u64> = runs.values().map(|r| r.time).collect();
+    let mut best: Option<(Vec<Span>, u64)> = None;
+    for slowest in thresholds {
+        // Least sum up to (stage, layer), and the span it ends with.
+        let mut reached: BTreeMap<(usize, usize), (u64, Option<Span>)> = BTreeMap::from([((0, 0), (0, None))]);
+        for (&span, run) in runs.iter().filter(|(_, r)| r.time <= slowest) {
+            let Some(&(so_far, _)) = reached.get(&(span.stage, span.start)) else { continue };
+            let sum = so_far + run.time;
+            let place = reached.entry((span.stage + 1, span.end)).or_insert((sum, Some(span)));
+            if sum < place.0 {
+                *place = (sum, Some(span));
+            }
+        }
+        let Some(&(sum, last)) = reached.get(&(stages, layers)) else { continue };
+        let (mut path, mut at) = (Vec::new(), last);
+        while let Some(span) = at {
+            path.push(span);
+            at = reached.get(&(span.stage, span.start)).and_then(|r| r.1);
+        }
+        path.reverse();
+        let found = path.iter().map(|s| runs[s].time).max().unwrap_or(0);
+        let value = sum + (m - 1) * found;
+        if best.as_ref().is_none_or(|b| value < b.1) {
+            best = Some((path, value));
+        }
+    }
+    best
+}

@@ -10,7 +10,7 @@ use anyhow::Context;
 use dplan_ir::dtype::DType;
 use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::Optimizer;
-use dplan_ir::plan::Clip;
+use dplan_ir::plan::{Clip, Plan};
 use dplan_ir::program::Program;
 use dplan_ir::verify::{self, program::Violation};
 use dplan_ir::{grad, layers, text};
@@ -19,14 +19,15 @@ use dplan_planner::lower::{self, LowerError};
 use dplan_planner::machine::Machine;
 use dplan_planner::pins::Pins;
 use dplan_planner::predict::{Prediction, predict};
-use dplan_planner::request::{Answer, Planner, Refusal, Request};
+use dplan_planner::request::{Answer, Planner, Refusal, Request, Solver};
 use dplan_planner::search::{Closed, Statistics};
-use dplan_planner::units::Bytes;
+use dplan_planner::units::{Bytes, Nanos};
 use std::path::PathBuf;
 use std::thread;
 use thiserror::Error;
 
 /// The question, but for the model.
+#[derive(Clone)]
 pub struct Options<'a> {
     pub cluster: Machine,
     /// Sequences of a step.
@@ -36,6 +37,7 @@ pub struct Options<'a> {
     pub clip: Clip,
     pub pins: Pins,
     pub memory_limit: Option<Bytes>,
+    pub solver: Solver,
     /// Says when time is up.
     pub deadline: Option<&'a (dyn Fn() -> bool + Sync)>,
 }
@@ -43,6 +45,7 @@ pub struct Options<'a> {
 /// A plan, proved and lowered, and what it costs.
 pub struct Compiled {
     pub file: PlanFile,
+    pub objective: Nanos,
     pub prediction: Prediction,
     pub statistics: Statistics,
     pub closed: Vec<Closed>,
@@ -75,18 +78,7 @@ pub fn compile(forward: &Graph, options: &Options<'_>) -> Result<Compiled, Compi
     let graph = grad::differentiate(forward)?;
     dump.write("differentiated", || text::print_graph(&graph))?;
     let classes = layers::classes(&graph);
-    let request = || Request {
-        graph: &graph,
-        classes: &classes,
-        machine: &options.cluster,
-        batch: options.batch,
-        compute: options.compute,
-        optimizer: options.optimizer,
-        clip: options.clip,
-        pins: options.pins.clone(),
-        memory_limit: options.memory_limit,
-        deadline: options.deadline.map(|late| late as &dyn Fn() -> bool),
-    };
+    let request = || options.request(&graph, &classes);
     // The comparison with textbook systems takes about as long as everything else, and neither needs the other.
     let (planned, baselines) = thread::scope(|scope| {
         let textbook = scope.spawn(|| {
@@ -94,22 +86,61 @@ pub fn compile(forward: &Graph, options: &Options<'_>) -> Result<Compiled, Compi
             let planner = Planner::new(request());
             planner.map_or_else(|_| Vec::new(), |mut p| baselines(&p.problem, &mut p.prices, options.cluster.per_node, &late))
         });
-        let planned = plan_and_lower(&graph, &classes, request(), &dump);
+        let planned = plan_and_lower(&graph, &classes, request(), options.solver, &dump);
         (planned, textbook.join())
     });
     let (answer, prediction, graph, program) = planned?;
     let baselines = baselines.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     let seq = forward.inputs.first().map_or(1, |&tokens| forward.shape(tokens).into_iter().skip(1).product());
     let file = PlanFile { graph, cluster: options.cluster.clone(), plan: answer.plan, program, seq };
-    Ok(Compiled { file, prediction, statistics: answer.statistics, closed: answer.closed, baselines })
+    Ok(Compiled { file, objective: answer.objective, prediction, statistics: answer.statistics, closed: answer.closed, baselines })
+}
+
+/// The best plan and its costs, not lowered.
+///
+/// # Errors
+/// As [`compile`].
+pub fn best(forward: &Graph, options: &Options<'_>) -> Result<(Plan, Prediction), CompileError> {
+    let graph = grad::differentiate(forward)?;
+    let classes = layers::classes(&graph);
+    let answer = Planner::new(options.request(&graph, &classes))?.search_by(options.solver)?;
+    let prediction = predict(&graph, &classes, &options.cluster, &answer.plan)?;
+    Ok((answer.plan, prediction))
+}
+
+/// The fewest devices on which a plan fits, in whole nodes where there are several, if there is such a number.
+///
+/// # Errors
+/// If pins, devices and batch do not go together.
+pub fn fewest_devices(forward: &Graph, options: &Options<'_>) -> Result<Option<u64>, CompileError> {
+    let graph = grad::differentiate(forward)?;
+    let classes = layers::classes(&graph);
+    Ok(Planner::new(options.request(&graph, &classes))?.fewest_devices())
+}
+
+impl Options<'_> {
+    fn request<'g>(&'g self, graph: &'g Graph, classes: &'g [u32]) -> Request<'g> {
+        Request {
+            graph,
+            classes,
+            machine: &self.cluster,
+            batch: self.batch,
+            compute: self.compute,
+            optimizer: self.optimizer,
+            clip: self.clip,
+            pins: self.pins.clone(),
+            memory_limit: self.memory_limit,
+            deadline: self.deadline.map(|late| late as &dyn Fn() -> bool),
+        }
+    }
 }
 
 type Planned = (Answer, Prediction, Graph, Program);
 
 /// The plan with its costs, its graph at its micro-batch, and its verified program.
-fn plan_and_lower(graph: &Graph, classes: &[u32], request: Request<'_>, dump: &Dump) -> Result<Planned, CompileError> {
+fn plan_and_lower(graph: &Graph, classes: &[u32], request: Request<'_>, solver: Solver, dump: &Dump) -> Result<Planned, CompileError> {
     let machine = request.machine;
-    let answer = Planner::new(request)?.search()?;
+    let answer = Planner::new(request)?.search_by(solver)?;
     let prediction = predict(graph, classes, machine, &answer.plan)?;
     let mut graph = graph.clone();
     graph.set_batch(answer.plan.dp * answer.plan.micro_batch);

@@ -19,7 +19,7 @@ use dplan_ir::verify::verify_program;
 use dplan_planner::lower;
 use dplan_planner::machine::Machine;
 use dplan_planner::pins::Pins;
-use dplan_planner::request::Refusal;
+use dplan_planner::request::{Refusal, Solver};
 use dplan_planner::units::Bytes;
 use std::sync::Arc;
 
@@ -41,6 +41,7 @@ fn options(cluster: &str, batch: u64, compute: DType, pins: &str) -> Options<'st
         clip: Clip::GlobalNorm,
         pins: Pins::parse(pins).unwrap(),
         memory_limit: None,
+        solver: Solver::Exact,
         deadline: None,
     }
 }

@@ -1,14 +1,17 @@
 //! Textbook plans, priced under the same model, each at the best of its own degrees, micro-batch and recompute: all of them are in the space that was searched, so
 //! none is better than the plan (pins of the request apart).
 
+use crate::memory::{BucketSize, bucket_elems};
 use crate::menu::Menus;
-use crate::objective::{Home, Terms};
+use crate::objective::{Home, Terms, beside};
 use crate::pins::Pins;
 use crate::prices::Prices;
 use crate::problem::Problem;
 use crate::search::{Found, explore};
 use crate::space::divisors;
 use crate::units::Nanos;
+use dplan_ir::plan::Zero;
+use dplan_ir::program::Role;
 
 /// One row of the comparison.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -41,11 +44,11 @@ pub fn baselines(problem: &Problem, prices: &mut dyn Prices, per_node: u64, late
         }
         best
     };
-    let data = |zero: u8| vec![format!("tp=1,pp=1,zero={zero}")];
+    let data = |zero: u8| vec![format!("tp=1,cp=1,ep=1,pp=1,zero={zero}")];
     let stages: Vec<String> = divisors(problem.devices).filter(|&p| p > 1).map(|p| p.to_string()).collect();
-    let pipeline = if stages.is_empty() { vec![] } else { vec![format!("tp=1,zero=0,schedule=gpipe,pp={}", stages.join("+"))] };
+    let pipeline = if stages.is_empty() { vec![] } else { vec![format!("tp=1,cp=1,ep=1,zero=0,schedule=gpipe,pp={}", stages.join("+"))] };
     let widths: Vec<String> = divisors(problem.devices).filter(|&t| t <= MEGATRON_TP.min(per_node)).map(|t| t.to_string()).collect();
-    let megatron: Vec<String> = [0, 1].map(|zero| format!("tp={},zero={zero},schedule=1f1b", widths.join("+"))).into();
+    let megatron: Vec<String> = [0, 1].map(|zero| format!("tp={},cp=1,ep=1,zero={zero},schedule=1f1b", widths.join("+"))).into();
 
     let ddp = best(&data(0));
     let mut rows = vec![
@@ -58,9 +61,37 @@ pub fn baselines(problem: &Problem, prices: &mut dyn Prices, per_node: u64, late
     ];
     // Fully sharded data parallelism is ZeRO-3 under another name.
     rows.insert(1, ("FSDP", rows[3].1));
+    let nodes = problem.devices.div_ceil(per_node);
+    rows.push(("parameter server", ddp.as_ref().map(|f| served(problem, prices, f, nodes))));
     rows.insert(0, ("DataParallel", ddp.map(|f| f.solution.objective + blocking(problem, prices, &f))));
     let row = |(name, step): (&'static str, Option<u64>)| Baseline { name, step: step.map(Nanos), fits: step.is_some(), asynchronous: false };
     rows.into_iter().map(row).collect()
+}
+
+/// What a plan takes if one device of each node serves an equal part of the parameters: all workers push gradients to it, beside the backward pass, and pull
+/// parameters when it has updated them. What `n` workers send to one of `k` servers goes through one link: `(n − 1) · G / k` bytes.
+fn served(problem: &Problem, prices: &dyn Prices, found: &Found, servers: u64) -> u64 {
+    let Menus { tuple, choices, offers, tied, .. } = &found.menus;
+    let mesh = tuple.mesh();
+    let terms = Terms { links: prices, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 1 };
+    let mut seen = false;
+    let mut step = found.solution.objective;
+    for (kind, &choice) in kinds_of(problem).into_iter().zip(&found.solution.choices) {
+        let home = if tied[kind] && seen { Home::Repeated } else { Home::Together };
+        seen |= tied[kind];
+        let choice = &choices[kind][choice as usize];
+        let option = &offers[kind][choice.offer as usize].option;
+        let own = |b: &&BucketSize| !b.tied || home != Home::Repeated;
+        let elems: u64 = option.bytes.buckets.iter().filter(own).map(|b| bucket_elems(b.elems, b.ways(&mesh))).sum();
+        let through = |role: Role| prices.message(&mesh, 0, (elems * problem.types.dtype(role).size() * (tuple.dp - 1)).div_ceil(servers)).0;
+        let backward = option.backward.0;
+        // A server updates more than a worker of ZeRO-1 does, launches included.
+        let updates = [choice.zero, Zero(1)].map(|zero| terms.sync(&option.bytes, zero, home).update());
+        let update = updates[0].div_ceil(servers).max(updates[1]);
+        let end = beside(backward, through(Role::Grad)) - backward + update + through(Role::Param);
+        step = step + end - choice.terms(home).end;
+    }
+    step
 }
 
 /// What a plan takes longer if gradients are reduced after the backward pass and parameters are sent out from one rank in every step.

@@ -40,19 +40,17 @@ pub enum Fault {
     Possible(Tuple),
     #[error("{0:?} was closed with a tuple that is not its twin")]
     NoTwin(Tuple),
-    #[error("{0:?} was left open")]
-    Open(Tuple),
     #[error("no tuple holds a plan of {0}")]
     NoWitness(u64),
     #[error("{tuple:?} could not be solved again: {why}")]
     Unsolved { tuple: Tuple, why: SolverFault },
 }
 
-/// Checks that no plan of the space is better than `objective`.
+/// Checks that no plan of the space is better than `objective`, those of open tuples aside, of which none is below `lower_bound`.
 ///
 /// # Errors
 /// Everything that is wrong.
-pub fn check(problem: &Problem, prices: &mut dyn Prices, objective: u64, closed: &[Closed]) -> Result<Checked, Vec<Fault>> {
+pub fn check(problem: &Problem, prices: &mut dyn Prices, objective: u64, lower_bound: u64, closed: &[Closed]) -> Result<Checked, Vec<Fault>> {
     let mut faults = Vec::new();
     let mut missing = space(problem, prices);
     let roomy: Vec<Tuple> = missing.iter().filter(|t| !is_crowded(problem, prices, t)).copied().collect();
@@ -76,7 +74,20 @@ pub fn check(problem: &Problem, prices: &mut dyn Prices, objective: u64, closed:
                     Err(why) => faults.push(Fault::Unsolved { tuple, why }),
                 }
             }
-            How::Open(_) => faults.push(Fault::Open(tuple)),
+            How::Open(claimed) if claimed < lower_bound => faults.push(Fault::Low { tuple, claimed, objective: lower_bound }),
+            How::Open(claimed) => {
+                let floor = quickest(problem, &tuple, |class| prices.floor(class, tuple.cp * tuple.tp, tuple.micro_batch).0);
+                let found = if floor < lower_bound { weights(problem, prices, &tuple).unwrap_or(u64::MAX) } else { floor };
+                if found >= lower_bound {
+                    checked.recomputed += 1;
+                } else {
+                    match solve_again(problem, prices, tuple, lower_bound) {
+                        Ok(None) => checked.resolved += 1,
+                        Ok(Some(found)) => faults.push(Fault::Unfounded { tuple, claimed, found, objective: lower_bound }),
+                        Err(why) => faults.push(Fault::Unsolved { tuple, why }),
+                    }
+                }
+            }
             How::Impossible if weights(problem, prices, &tuple).is_none() => checked.recomputed += 1,
             How::Crowded if is_crowded(problem, prices, &tuple) => checked.recomputed += 1,
             How::Impossible | How::Crowded => faults.push(Fault::Possible(tuple)),
@@ -106,7 +117,8 @@ pub fn check(problem: &Problem, prices: &mut dyn Prices, objective: u64, closed:
         }
     }
     faults.extend(missing.into_iter().map(Fault::Missing));
-    if !witness {
+    // Where the search gave up, the plan itself is the witness.
+    if !witness && lower_bound == objective {
         faults.push(Fault::NoWitness(objective));
     }
     if faults.is_empty() { Ok(checked) } else { Err(faults) }

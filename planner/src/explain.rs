@@ -28,6 +28,8 @@ pub struct Note {
     /// Of one layer: parameters, gradients, optimizer states; and what each micro-batch in flight keeps.
     pub states: Bytes,
     pub frame: Bytes,
+    /// Of the whole stage.
+    pub arena: Bytes,
     /// The best other way that fits.
     pub next: Option<Alternative>,
     /// The best way that would be quicker and does not fit.
@@ -40,7 +42,9 @@ pub struct Alternative {
     pub plan: LayerPlan,
     /// What the step would take.
     pub step: Nanos,
-    /// Bytes that its stage would be short of; 0 if it fits.
+    /// What the arena of its stage would take.
+    pub arena: Bytes,
+    /// Bytes of it that there are not; 0 if it fits.
     pub short: Bytes,
 }
 
@@ -110,11 +114,12 @@ impl View<'_> {
                 continue;
             }
             let instead = Some((layer, at));
-            let (step, short) = (self.step(instead), self.short(stage, instead));
+            let (step, arena) = (self.step(instead), self.arena(stage, instead));
+            let short = arena.saturating_sub(self.problem.budget);
             let place = if short == 0 { &mut next } else { &mut denied };
             let better = place.as_ref().is_none_or(|p| (step, short) < (p.step.0, p.short.0));
             if better && (short == 0 || step < now) {
-                *place = Some(Alternative { plan: layer_plan(self.menus, kind, at), step: Nanos(step), short: Bytes(short) });
+                *place = Some(Alternative { plan: layer_plan(self.menus, kind, at), step: Nanos(step), arena: Bytes(arena), short: Bytes(short) });
             }
         }
         Note {
@@ -126,6 +131,7 @@ impl View<'_> {
             end: Nanos(terms.end),
             states: Bytes(terms.states),
             frame: Bytes(chosen.frame),
+            arena: Bytes(self.arena(stage, None)),
             next,
             denied,
         }
@@ -145,8 +151,8 @@ impl View<'_> {
         total(&stages, self.plan.micro_batches, self.menus.constant)
     }
 
-    /// Bytes that a stage is short of with one layer changed.
-    fn short(&self, stage: usize, instead: Option<(usize, u32)>) -> u64 {
+    /// Bytes of a stage's arena with one layer changed.
+    fn arena(&self, stage: usize, instead: Option<(usize, u32)>) -> u64 {
         let cut = self.plan.stages[stage];
         let layers: Vec<(&LayerBytes, Zero)> = (cut.first as usize..=cut.last as usize)
             .map(|layer| {
@@ -156,6 +162,6 @@ impl View<'_> {
             .collect();
         let (stage, stages) = (stage as u64, self.plan.pp());
         let at = StagePosition { stage, stages, in_flight: self.menus.tuple.in_flight(stage), boundary: self.menus.boundary };
-        arena(&layers, &self.plan.mesh(), self.problem.types, at).total().saturating_sub(self.problem.budget)
+        arena(&layers, &self.plan.mesh(), self.problem.types, at).total()
     }
 }

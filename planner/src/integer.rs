@@ -116,7 +116,7 @@ pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bo
     let largest = largest(&space);
     let mut order: Vec<(u64, usize)> = Vec::new();
     for (at, tuple) in space.iter().enumerate() {
-        order.push((quickest(problem, tuple, |class| prices.floor(class, tuple.tp, tuple.micro_batch).0), at));
+        order.push((quickest(problem, tuple, |class| prices.floor(class, tuple.cp * tuple.tp, tuple.micro_batch).0), at));
     }
     order.sort_unstable();
     let mut closed: Vec<Closed> = space.iter().map(|&tuple| Closed { tuple, how: How::Open(0) }).collect();
@@ -313,7 +313,8 @@ impl Tableau<'_> {
                     let wide: Expression = taken[at..].iter().sum();
                     for ((counts, columns), member) in counts.iter().zip(&columns).zip(members) {
                         if columns.iter().any(|c| of(c) >= size) {
-                            let using: Expression = counts.iter().zip(columns).filter(|(_, c)| of(c) >= size).map(|(&n, _)| Expression::from(n)).sum();
+                            let using: Expression =
+                                counts.iter().zip(columns).filter(|(_, c)| of(c) >= size).map(|(&n, _)| Expression::from(n)).sum();
                             model = model.with(constraint!(using <= member.2 as f64 * wide.clone()));
                         }
                     }

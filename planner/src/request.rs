@@ -1,6 +1,7 @@
 //! The question and its answer: which plan, or why there is none.
 
 use crate::infeasible::{self, Shortage};
+use crate::integer::{self, SolverFault};
 use crate::lower::LowerError;
 use crate::machine::Machine;
 use crate::memory::StateTypes;
@@ -35,6 +36,16 @@ pub struct Request<'a> {
     pub deadline: Option<&'a dyn Fn() -> bool>,
 }
 
+/// What solves the tuples that no bound closes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Solver {
+    /// Labels and dynamic programs ([`crate::stages`]).
+    #[default]
+    Exact,
+    /// Integer programs ([`crate::integer`]): slower, and other code.
+    Ilp,
+}
+
 /// The best plan, and what is known about all others.
 #[derive(Clone, Debug)]
 pub struct Answer {
@@ -62,6 +73,8 @@ pub enum Refusal {
     Infeasible(Box<Infeasible>),
     #[error("time ran out before any plan was found")]
     Late,
+    #[error(transparent)]
+    Solver(#[from] SolverFault),
 }
 
 /// Nothing fits.
@@ -134,9 +147,20 @@ impl<'a> Planner<'a> {
     /// # Errors
     /// If nothing fits, or no plan was found in time.
     pub fn search(&mut self) -> Result<Answer, Refusal> {
+        self.search_by(Solver::Exact)
+    }
+
+    /// The best plan, found by one solver or the other.
+    ///
+    /// # Errors
+    /// If nothing fits, no plan was found in time, or the solver of integer programs failed.
+    pub fn search_by(&mut self, solver: Solver) -> Result<Answer, Refusal> {
         let deadline = self.request.deadline;
         let late = move || deadline.is_some_and(|late| late());
-        let outcome = explore(&self.problem, &mut self.prices, &late);
+        let outcome = match solver {
+            Solver::Exact => explore(&self.problem, &mut self.prices, &late),
+            Solver::Ilp => integer::explore(&self.problem, &mut self.prices, &late)?,
+        };
         match outcome.best {
             Some(found) => {
                 let (plan, objective) = (self.plan(&found), Nanos(found.solution.objective));
@@ -147,6 +171,19 @@ impl<'a> Planner<'a> {
         }
     }
 
+    /// The fewest devices on which a plan fits, in whole nodes where there are several, if there is such a number.
+    pub fn fewest_devices(&mut self) -> Option<u64> {
+        let deadline = self.request.deadline;
+        self.fewest_above(0, &move || deadline.is_some_and(|late| late()))
+    }
+
+    fn fewest_above(&mut self, devices: u64, late: &dyn Fn() -> bool) -> Option<u64> {
+        let machine = self.request.machine;
+        let step = if machine.nodes == 1 { 1 } else { machine.per_node };
+        let problem = Problem { devices, ..self.problem.clone() };
+        infeasible::fewest_devices(&problem, &mut self.prices, step, 1 << 20, late)
+    }
+
     /// Why nothing fits.
     fn refuse(&mut self, late: &dyn Fn() -> bool) -> Refusal {
         let pins = self.problem.pins.to_string();
@@ -154,8 +191,7 @@ impl<'a> Planner<'a> {
             return Refusal::Impossible { pins };
         };
         let machine = self.request.machine;
-        let step = if machine.nodes == 1 { 1 } else { machine.per_node };
-        let devices = infeasible::fewest_devices(&self.problem, &mut self.prices, step, 1 << 20, late);
+        let devices = self.fewest_above(self.problem.devices, late);
         let conflicts = infeasible::conflicts(&self.problem, &mut self.prices);
         let limit = self.request.memory_limit.unwrap_or(machine.device.memory);
         Refusal::Infeasible(Box::new(Infeasible { shortage, limit, devices, conflicts, pins }))

@@ -63,13 +63,14 @@ fn plans_cost_what_the_search_says_and_fit() {
                 assert_eq!(prediction.step, answer.objective, "{label}");
                 let most = prediction.memory.iter().map(|m| m.total_bytes()).max().unwrap();
                 assert!(most <= limit.unwrap_or(machine.device.memory).0, "{label}: {most}");
-                let checked = check(&planner.problem, &mut planner.prices, answer.objective.0, &answer.closed);
+                let checked = check(&planner.problem, &mut planner.prices, answer.objective.0, answer.statistics.lower_bound, &answer.closed);
                 assert!(checked.is_ok(), "{label}: {checked:?}");
                 let notes = explain(&planner.problem, &mut planner.prices, &answer.plan).unwrap();
                 assert_eq!((notes[0].first, notes[notes.len() - 1].last + 1), (0, classes.len()), "{label}");
                 for note in &notes {
                     assert!(note.next.as_ref().is_none_or(|n| n.step >= answer.objective), "{label}: {note:?}");
                     assert!(note.denied.as_ref().is_none_or(|n| n.step < answer.objective && n.short.0 > 0), "{label}: {note:?}");
+                    assert_eq!(note.arena.0, prediction.memory[note.stage].arena_bytes(), "{label}: {note:?}");
                 }
                 if pins.is_empty() {
                     for row in baselines(&planner.problem, &mut planner.prices, machine.per_node, &|| false) {

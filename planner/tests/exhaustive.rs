@@ -292,18 +292,18 @@ fn the_certificate_is_checked_by_other_code_and_damage_is_found() {
         let outcome = explore(&problem, &mut prices, &|| false);
         let Some(best) = outcome.best else { continue };
         let objective = best.solution.objective;
-        let checked = check(&problem, &mut prices, objective, &outcome.closed);
+        let checked = check(&problem, &mut prices, objective, objective, &outcome.closed);
         let checked = checked.unwrap_or_else(|faults| panic!("seed {seed}: {faults:?}"));
         assert_eq!(checked.recomputed + checked.resolved, outcome.statistics.space);
         recomputed += checked.recomputed;
         // A better plan is claimed, a tuple is left out, and each tuple in turn is closed with what is just enough.
-        assert!(check(&problem, &mut prices, objective - 1, &outcome.closed).is_err(), "seed {seed}");
-        assert!(check(&problem, &mut prices, objective, &outcome.closed[1..]).is_err(), "seed {seed}");
+        assert!(check(&problem, &mut prices, objective - 1, objective - 1, &outcome.closed).is_err(), "seed {seed}");
+        assert!(check(&problem, &mut prices, objective, objective, &outcome.closed[1..]).is_err(), "seed {seed}");
         for at in 0..outcome.closed.len().min(12) {
             let mut closed = outcome.closed.clone();
             let honest = matches!(closed[at].how, How::Floor(_));
             closed[at].how = How::Floor(objective);
-            let caught = check(&problem, &mut prices, objective, &closed).is_err();
+            let caught = check(&problem, &mut prices, objective, objective, &closed).is_err();
             assert!(caught || honest, "seed {seed}: {:?}", outcome.closed[at]);
             damaged += usize::from(caught);
         }

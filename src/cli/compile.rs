@@ -2,18 +2,21 @@
 
 use super::model::{self, ModelArgs};
 use super::output::{self, gib, seconds};
+use super::sensitivity::{self, Scenario, Sensitivity};
 use super::{Failure, Outcome, Result, args, progress, report};
+use crate::certfile::Certificate;
 use crate::cluster;
-use crate::compile::{CompileError, Compiled, Options, compile};
+use crate::compile::{CompileError, Compiled, Options, compile, fewest_devices};
 use crate::export;
 use anyhow::Context;
 use clap::ValueEnum;
 use dplan_ir::dtype::DType;
+use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::plan::Clip;
 use dplan_planner::machine::Machine;
 use dplan_planner::pins::Pins;
-use dplan_planner::request::Refusal;
+use dplan_planner::request::{Refusal, Solver};
 use dplan_planner::units::Bytes;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -25,7 +28,8 @@ const DEFAULT_BATCH: u64 = 8;
 #[derive(clap::Args)]
 #[command(after_help = "Examples:\n  dplan compile config.json --cluster cpu:4 -o plan.json\n  \
     dplan compile llama-3.1-405b.json --cluster h100:8x2048 --seq 8192 --batch 2048\n  \
-    dplan compile config.json --cluster h100:8x16 --pin tp=8,zero=1+3 --tokens 1T --price 2.5")]
+    dplan compile config.json --cluster h100:8x16 --pin tp=8,zero=1+3 --tokens 1T --price 2.5\n  \
+    dplan compile config.json --cluster h100:8x16 --min-devices --what-if link=2x --what-if memory=1.5x")]
 pub struct Args {
     /// A Hugging Face config.json, or a graph in dplan's own JSON.
     model: PathBuf,
@@ -48,13 +52,22 @@ pub struct Args {
     /// Stop searching after so long; the plan then says how far from optimal it may be.
     #[arg(long, value_name = "S")]
     time_limit: Option<f64>,
+    /// What solves the layouts that no bound closes: labels and dynamic programs, or integer programs (slower, other code, the same answer).
+    #[arg(long, default_value = "exact")]
+    solver: SolverName,
+    /// Also the fewest devices that hold a plan, in whole nodes, and the best plan there.
+    #[arg(long)]
+    min_devices: bool,
+    /// Also the best plan on another machine: link, intra, inter, latency, memory, compute, bandwidth or nodes, by a factor; may be repeated.
+    #[arg(long, value_name = "k=FACTORx,…", value_parser = sensitivity::scenario)]
+    what_if: Vec<Scenario>,
     /// Length of the training run, such as 1T: gives its days.
     #[arg(long, value_name = "N", value_parser = args::tokens)]
     tokens: Option<f64>,
     /// Price of one device for one hour, USD: with --tokens gives the run's cost.
     #[arg(long, value_name = "USD")]
     price: Option<f64>,
-    /// Write the plan here.
+    /// Write the plan here, and its certificate beside it.
     #[arg(short, long, value_name = "plan.json")]
     output: Option<PathBuf>,
     /// Print one JSON object.
@@ -66,6 +79,12 @@ pub struct Args {
 enum OptimizerName {
     Adamw,
     Sgd,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum SolverName {
+    Exact,
+    Ilp,
 }
 
 pub fn run(args: Args) -> Result<Outcome> {
@@ -98,6 +117,10 @@ pub fn run(args: Args) -> Result<Outcome> {
         clip: Clip::GlobalNorm,
         pins,
         memory_limit: args.memory_limit.map(Bytes),
+        solver: match args.solver {
+            SolverName::Exact => Solver::Exact,
+            SolverName::Ilp => Solver::Ilp,
+        },
         deadline: late.as_ref().map(|l| l as &(dyn Fn() -> bool + Sync)),
     };
     let spinner = progress::spinner("planning");
@@ -105,25 +128,58 @@ pub fn run(args: Args) -> Result<Outcome> {
     spinner.finish_and_clear();
     let compiled = match compiled {
         Ok(compiled) => compiled,
-        Err(CompileError::Refused(refusal)) => return refused(&args, &refusal),
-        Err(error @ (CompileError::Lower(_) | CompileError::Violated(_))) => return Err(Failure::fault(error)),
-        Err(error) => return Err(error.into()),
+        Err(error) => return failed(&args, error),
     };
     if let Some(path) = &args.output {
         output::write(path, compiled.file.to_json().as_bytes())?;
+        // A pipe or a device has nothing beside it.
+        if path.metadata().is_ok_and(|m| m.is_file()) {
+            let certificate = Certificate::new(&compiled, batch, &options.pins, options.memory_limit);
+            output::write(&Certificate::beside(path), certificate.to_json().as_bytes())?;
+        }
     }
     let run = report::TrainingRun { tokens: args.tokens, price: args.price };
     let took = begin.elapsed().as_secs_f64();
+    let elsewhere = match elsewhere(&args, &model.graph, &options) {
+        Ok(elsewhere) => elsewhere,
+        Err(error) => return failed(&args, error),
+    };
     if args.json {
-        output::say!("{}", report::json(&model, &compiled, run, took));
+        let mut object = report::json(&model, &compiled, run, took);
+        if args.min_devices || !args.what_if.is_empty() {
+            object["what_if"] = elsewhere.iter().map(sensitivity::json).collect();
+        }
+        output::say!("{object}");
     } else {
         for note in &notes {
             eprintln!("note: {note}");
         }
         output::put!("{}", report::text(&model, &compiled, run));
+        for (at, other) in elsewhere.iter().enumerate() {
+            output::say!("{}{}", if at == 0 { "what if     " } else { "            " }, sensitivity::line(other, &compiled.prediction));
+        }
         footer(&args, &compiled, took);
     }
     Ok(Outcome::Done)
+}
+
+/// The best plans on the other machines that were asked about.
+fn elsewhere(args: &Args, forward: &Graph, options: &Options<'_>) -> std::result::Result<Vec<Sensitivity>, CompileError> {
+    let mut all = Vec::new();
+    if args.min_devices {
+        all.push(sensitivity::min_devices(forward, options, fewest_devices(forward, options)?)?);
+    }
+    all.extend(sensitivity::what_if(forward, options, &args.what_if)?);
+    Ok(all)
+}
+
+/// Why there is no plan: an answer, a wrong question, or a fault of dplan's own.
+fn failed(args: &Args, error: CompileError) -> Result<Outcome> {
+    match error {
+        CompileError::Refused(refusal) => refused(args, &refusal),
+        error @ (CompileError::Lower(_) | CompileError::Violated(_)) => Err(Failure::fault(error)),
+        error => Err(error.into()),
+    }
 }
 
 fn footer(args: &Args, compiled: &Compiled, took: f64) {
@@ -145,6 +201,7 @@ fn refused(args: &Args, refusal: &Refusal) -> Result<Outcome> {
             eprintln!("{}: {refusal}", args.cluster);
             Ok(Outcome::No)
         }
+        Refusal::Solver(fault) => Err(Failure::fault(fault.clone())),
         Refusal::Pins(_) | Refusal::Graph(_) | Refusal::Layout { .. } | Refusal::Batch { .. } | Refusal::Impossible { .. } => {
             Err(anyhow::anyhow!("{refusal}").into())
         }
@@ -157,6 +214,6 @@ fn default_precision(machine: &Machine) -> DType {
 }
 
 /// The type the importer gave the parameters.
-fn compute_type(graph: &dplan_ir::graph::Graph) -> DType {
+fn compute_type(graph: &Graph) -> DType {
     graph.params.values().next().map_or(DType::F32, |p| graph.values[p.value].ty.dtype)
 }

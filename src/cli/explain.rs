@@ -1,14 +1,19 @@
 //! `dplan explain`: what was chosen, why, and what the alternatives cost. Costs are recomputed from the plan.
 
 use super::output::{self, gib, seconds};
-use super::{Outcome, Result, report};
-use crate::planfile::PlanFile;
+use super::{Outcome, Result, args, report};
+use crate::planfile::{PlanFile, assignment_text, recompute_name};
+use anyhow::Context;
 use dplan_ir::layers;
-use dplan_ir::plan::{Plan, Recompute, Zero};
+use dplan_ir::plan::{Gathered, LayerPlan};
+use dplan_ir::rule::Assignment;
+use dplan_planner::explain::{Alternative, Note, explain};
 use dplan_planner::pins::Pins;
 use dplan_planner::predict::{Prediction, predict};
 use dplan_planner::request::{Planner, Refusal, Request};
-use serde_json::json;
+use dplan_planner::units::Bytes;
+use serde_json::{Map, Value, json};
+use std::fmt::Write;
 use std::path::PathBuf;
 
 /// Say what was chosen for each layer and what the alternatives would cost, in time and bytes.
@@ -19,6 +24,9 @@ pub struct Args {
     /// The best plan under these pins, and the difference by component.
     #[arg(long, value_name = "k=v,…")]
     why_not: Option<String>,
+    /// Memory that arena and context may take on one device, if the plan was compiled under such a limit.
+    #[arg(long, value_name = "BYTES", value_parser = args::bytes)]
+    memory_limit: Option<u64>,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
@@ -28,81 +36,29 @@ pub fn run(args: Args) -> Result<Outcome> {
     let file = PlanFile::read(&args.plan)?;
     let pins = args.why_not.as_deref().map(Pins::parse).transpose()?;
     let classes = layers::classes(&file.graph);
-    let costs = |plan: &Plan| predict(&file.graph, &classes, &file.cluster, plan);
-    let chosen = costs(&file.plan).map_err(|e| anyhow::anyhow!("{}: {e}", args.plan.display()))?;
+    let chosen = predict(&file.graph, &classes, &file.cluster, &file.plan).map_err(|e| anyhow::anyhow!("{}: {e}", args.plan.display()))?;
     if let Some(pins) = pins {
         return why_not(&file, &classes, &chosen, pins, &args);
     }
-    let alternatives = alternatives(&file.plan, &classes, &costs);
+    let mut planner =
+        Planner::new(request(&file, &classes, Pins::default(), &args)).map_err(|why| anyhow::anyhow!("{}: {why}", args.plan.display()))?;
+    let notes = explain(&planner.problem, &mut planner.prices, &file.plan)
+        .with_context(|| format!("{}: the plan is not one that this dplan would make; compile it again", args.plan.display()))?;
     if args.json {
-        let rows: Vec<_> = alternatives
-            .iter()
-            .map(|a| json!({ "layers": a.layers, "change": a.change, "step_seconds": a.step, "largest_total_bytes": a.bytes }))
-            .collect();
-        output::say!("{}", json!({ "step_seconds": chosen.step.seconds(), "largest_total_bytes": largest(&chosen), "alternatives": rows }));
+        let layers: Vec<Value> = notes.iter().map(|note| object(&file, note, &chosen)).collect();
+        output::say!("{}", json!({ "step_seconds": chosen.step.seconds(), "largest_total_bytes": largest(&chosen), "layers": layers }));
         return Ok(Outcome::Done);
     }
     output::put!("{}", report::choice(&file));
-    output::say!("step        {} predicted, {} a device at most", seconds(chosen.step.seconds()), gib(largest(&chosen)));
-    output::say!("\nif one kind of layer were run otherwise:");
-    let limit = file.cluster.device.memory.0;
-    for a in &alternatives {
-        let step = a.step - chosen.step.seconds();
-        let bytes = i128::from(a.bytes) - i128::from(largest(&chosen));
-        let fits = if a.bytes > limit { "  does not fit" } else { "" };
-        let sign = if bytes < 0 { "-" } else { "+" };
-        output::say!(
-            "  layers {:<12} {:<28} step {:>+9.3} ms   memory {sign}{}{fits}",
-            a.layers,
-            a.change,
-            step * 1e3,
-            gib(bytes.unsigned_abs() as u64)
-        );
+    output::say!("step        {} predicted, {} a device at most\n", seconds(chosen.step.seconds()), gib(largest(&chosen)));
+    for note in &notes {
+        output::put!("{}", text(&file, note, &chosen));
     }
     Ok(Outcome::Done)
 }
 
-/// One change to all layers that run alike.
-struct Alternative {
-    layers: String,
-    change: String,
-    step: f64,
-    bytes: u64,
-}
-
-/// Every other ZeRO stage and recomputation of every kind of layer, the cheapest first.
-fn alternatives<E>(plan: &Plan, classes: &[u32], costs: &dyn Fn(&Plan) -> std::result::Result<Prediction, E>) -> Vec<Alternative> {
-    let mut kinds: Vec<(u32, u32)> = classes.iter().copied().zip(plan.layers.iter().copied()).collect();
-    kinds.sort_unstable();
-    kinds.dedup();
-    let mut all = Vec::new();
-    for (class, option) in kinds {
-        let members: Vec<usize> = (0..plan.layers.len()).filter(|&l| classes[l] == class && plan.layers[l] == option).collect();
-        let was = &plan.options[option as usize];
-        let zeros = (0..=3)
-            .filter(|z| plan.dp * plan.cp > 1 && Zero(*z) != was.zero)
-            .map(|z| (Zero(z), was.recompute, format!("zero {} -> {z}", was.zero.0)));
-        let recomputes = Recompute::ALL.into_iter().filter(|r| *r != was.recompute);
-        let recomputes = recomputes.map(|r| (was.zero, r, format!("recompute {} -> {}", was.recompute.name(), r.name())));
-        for (zero, recompute, change) in zeros.chain(recomputes) {
-            let mut other = plan.clone();
-            let mut layer = was.clone();
-            (layer.zero, layer.recompute) = (zero, recompute);
-            other.options.push(layer);
-            for &m in &members {
-                other.layers[m] = other.options.len() as u32 - 1;
-            }
-            if let Ok(p) = costs(&other) {
-                all.push(Alternative { layers: span(&members), change, step: p.step.seconds(), bytes: largest(&p) });
-            }
-        }
-    }
-    all.sort_by(|a, b| a.step.total_cmp(&b.step));
-    all
-}
-
-fn why_not(file: &PlanFile, classes: &[u32], chosen: &Prediction, pins: Pins, args: &Args) -> Result<Outcome> {
-    let request = Request {
+fn request<'a>(file: &'a PlanFile, classes: &'a [u32], pins: Pins, args: &Args) -> Request<'a> {
+    Request {
         graph: &file.graph,
         classes,
         machine: &file.cluster,
@@ -111,13 +67,105 @@ fn why_not(file: &PlanFile, classes: &[u32], chosen: &Prediction, pins: Pins, ar
         optimizer: file.plan.optimizer,
         clip: file.plan.clip,
         pins,
-        memory_limit: None,
+        memory_limit: args.memory_limit.map(Bytes),
         deadline: None,
+    }
+}
+
+/// A note for people: what was chosen and costs, the next best, and what memory forbids.
+fn text(file: &PlanFile, note: &Note, chosen: &Prediction) -> String {
+    let span = if note.first == note.last { format!("layer {}", note.first) } else { format!("layers {}-{}", note.first, note.last) };
+    let mut out = format!("{span} on stage {}: zero {} recompute {}", note.stage, note.plan.zero.0, recompute_name(note.plan.recompute));
+    let each = if note.first == note.last { "" } else { " each" };
+    let (time, end) = (seconds(note.time.seconds()), seconds(note.end.seconds()));
+    let _ = writeln!(out, "; {time} a micro-batch and {end} at the end of the step{each}");
+    let _ = writeln!(out, "  keeps      {} of states, {} for each micro-batch in flight{each}", gib(note.states.0), gib(note.frame.0));
+    let other = |a: &Alternative| {
+        let step = (a.step.seconds() - chosen.step.seconds()) * 1e3;
+        format!("{} for one of them: step {step:+.3} ms, memory {}", change(file, note, &a.plan), difference(note.arena.0, a.arena.0))
     };
-    let answer = match Planner::new(request).and_then(|mut p| p.search()) {
+    let _ = match &note.next {
+        Some(next) => writeln!(out, "  next best  {}", other(next)),
+        None => writeln!(out, "  next best  nothing else fits"),
+    };
+    if let Some(denied) = &note.denied {
+        let _ = writeln!(out, "  denied     {}, short of {}", other(denied), gib(denied.short.0));
+    }
+    out
+}
+
+/// A note as JSON.
+fn object(file: &PlanFile, note: &Note, chosen: &Prediction) -> Value {
+    let other = |a: &Alternative| {
+        json!({
+            "change": change(file, note, &a.plan), "step_seconds": a.step.seconds(), "step_difference_seconds": a.step.seconds() - chosen.step.seconds(),
+            "arena_bytes": a.arena.0, "arena_difference_bytes": a.arena.0 as i128 - i128::from(note.arena.0), "short_bytes": a.short.0,
+        })
+    };
+    json!({
+        "layers": [note.first, note.last], "stage": note.stage,
+        "zero": note.plan.zero.0, "recompute": recompute_name(note.plan.recompute),
+        "micro_batch_seconds": note.time.seconds(), "end_seconds": note.end.seconds(),
+        "states_bytes": note.states.0, "frame_bytes": note.frame.0, "arena_bytes": note.arena.0,
+        "next": note.next.as_ref().map(other), "denied": note.denied.as_ref().map(other),
+    })
+}
+
+/// Ops whose split is named; of more, how many.
+const MOST_OPS: usize = 2;
+
+/// What another way of running a layer does otherwise: `zero 1 -> 2, q_proj f=tp0 -> whole`.
+fn change(file: &PlanFile, note: &Note, other: &LayerPlan) -> String {
+    let was = &note.plan;
+    let mut parts = Vec::new();
+    if was.zero != other.zero {
+        parts.push(format!("zero {} -> {}", was.zero.0, other.zero.0));
+    }
+    if was.recompute != other.recompute {
+        parts.push(format!("recompute {} -> {}", recompute_name(was.recompute), recompute_name(other.recompute)));
+    }
+    if was.gathered != other.gathered {
+        parts.push(match other.gathered {
+            Gathered::Keep => "gathered values kept".into(),
+            Gathered::Again => "gathered values gathered again".into(),
+        });
+    }
+    let mesh = file.plan.mesh();
+    let split = |a: &Assignment| match assignment_text(a, &mesh) {
+        text if text.is_empty() => "whole".to_string(),
+        text => text,
+    };
+    let nodes = file.graph.forward_nodes().filter(|(_, n)| n.layer as usize == note.first);
+    let ops: Vec<String> = nodes
+        .zip(was.strategy.iter().zip(&other.strategy))
+        .filter(|(_, (a, b))| a != b)
+        .map(|((_, node), (a, b))| {
+            let name = node.outputs.first().map_or("", |&v| file.graph.values[v].name.as_str());
+            format!("{name} {} -> {}", split(a), split(b))
+        })
+        .collect();
+    parts.extend(ops.iter().take(MOST_OPS).cloned());
+    if ops.len() > MOST_OPS {
+        parts.push(format!("{} more ops split otherwise", ops.len() - MOST_OPS));
+    }
+    parts.join(", ")
+}
+
+/// `+1.50 GiB`.
+fn difference(from: u64, to: u64) -> String {
+    format!("{}{}", if to < from { "-" } else { "+" }, gib(to.abs_diff(from)))
+}
+
+/// The best plan under the pins, and what is different, part by part.
+fn why_not(file: &PlanFile, classes: &[u32], chosen: &Prediction, pins: Pins, args: &Args) -> Result<Outcome> {
+    let answer = match Planner::new(request(file, classes, pins, args)).and_then(|mut p| p.search()) {
         Ok(answer) => answer,
         Err(Refusal::Infeasible(why)) => {
-            output::say!("{why}");
+            if args.json {
+                output::say!("{}", json!({ "infeasible": why.to_string() }));
+            } else {
+                output::say!("{why}");
+            }
             return Ok(Outcome::No);
         }
         Err(other) => return Err(anyhow::anyhow!("{other}").into()),
@@ -129,35 +177,30 @@ fn why_not(file: &PlanFile, classes: &[u32], chosen: &Prediction, pins: Pins, ar
         ("exposed communication", chosen.parts.exposed_comm, other.parts.exposed_comm),
         ("bubble", chosen.parts.bubble, other.parts.bubble),
         ("optimizer", chosen.parts.optimizer, other.parts.optimizer),
+        ("offload", chosen.parts.offload, other.parts.offload),
     ];
+    let pinned = PlanFile { plan: answer.plan, ..file.clone() };
     if args.json {
-        let rows: serde_json::Map<_, _> = rows.iter().map(|(n, a, b)| (n.replace(' ', "_"), json!([a.seconds(), b.seconds()]))).collect();
-        output::say!("{}", json!({ "seconds": rows, "largest_total_bytes": [largest(chosen), largest(&other)] }));
+        let rows: Map<_, _> = rows.iter().map(|(n, a, b)| (n.replace(' ', "_"), json!([a.seconds(), b.seconds()]))).collect();
+        output::say!(
+            "{}",
+            json!({ "seconds": rows, "largest_total_bytes": [largest(chosen), largest(&other)], "chosen": report::chosen(file), "pinned": report::chosen(&pinned) })
+        );
         return Ok(Outcome::Done);
     }
-    let pinned = PlanFile { plan: answer.plan, ..file.clone() };
     output::say!("the best plan under these pins:");
     output::put!("{}", report::choice(&pinned));
-    output::say!("{:<24} {:>12} {:>12}", "", "chosen", "pinned");
+    output::say!("\n{:<24} {:>12} {:>12} {:>14}", "", "chosen", "pinned", "difference");
     for (name, a, b) in rows {
-        output::say!("{name:<24} {:>12} {:>12}", seconds(a.seconds()), seconds(b.seconds()));
+        let more = if b < a { "-" } else { "+" };
+        let difference = format!("{more}{}", seconds((b.seconds() - a.seconds()).abs()));
+        output::say!("{name:<24} {:>12} {:>12} {difference:>14}", seconds(a.seconds()), seconds(b.seconds()));
     }
-    output::say!("{:<24} {:>12} {:>12}", "memory at most", gib(largest(chosen)), gib(largest(&other)));
+    let (a, b) = (largest(chosen), largest(&other));
+    output::say!("{:<24} {:>12} {:>12} {:>14}", "memory at most", gib(a), gib(b), difference(a, b));
     Ok(Outcome::Done)
 }
 
 fn largest(p: &Prediction) -> u64 {
     p.memory.iter().map(|m| m.total_bytes()).max().unwrap_or(0)
-}
-
-/// `0, 3-5`.
-fn span(members: &[usize]) -> String {
-    let mut runs: Vec<(usize, usize)> = Vec::new();
-    for &m in members {
-        match runs.last_mut() {
-            Some((_, last)) if *last + 1 == m => *last = m,
-            _ => runs.push((m, m)),
-        }
-    }
-    runs.iter().map(|&(a, b)| if a == b { a.to_string() } else { format!("{a}-{b}") }).collect::<Vec<_>>().join(", ")
 }

@@ -14,6 +14,7 @@ mod progress;
 mod report;
 mod run;
 mod schema;
+mod sensitivity;
 mod trace;
 mod verify;
 

@@ -25,6 +25,12 @@ impl TrainingRun {
     fn cost(&self, tokens_per_second: f64, devices: u64) -> Option<f64> {
         Some(self.days(tokens_per_second)? * 24.0 * self.price? * devices as f64)
     }
+    /// `31.2 days, 1,234,567 USD`.
+    fn text(&self, tokens_per_second: f64, devices: u64) -> Option<String> {
+        let days = self.days(tokens_per_second)?;
+        let cost = self.cost(tokens_per_second, devices).map_or(String::new(), |c| format!(", {} USD", grouped(c as u64)));
+        Some(format!("{days:.1} days{cost}"))
+    }
 }
 
 /// One object: model, cluster, chosen, predicted, search, baselines.
@@ -39,13 +45,18 @@ pub fn json(model: &Model, compiled: &Compiled, run: TrainingRun, took: f64) -> 
             "seconds": took, "space": s.space, "solved": s.solved,
             "lower_bound_seconds": s.lower_bound as f64 * 1e-9, "gap": s.gap, "proved": s.proved,
         },
-        "baselines": compiled.baselines.iter().map(|b| json!({
-            "name": b.name, "step_seconds": b.step.map(|s| s.seconds()), "fits": b.fits, "asynchronous": b.asynchronous,
-        })).collect::<Vec<_>>(),
+        "baselines": compiled.baselines.iter().map(|b| {
+            let rate = b.step.map(|s| tokens_per_second(compiled, s.seconds()));
+            json!({
+                "name": b.name, "step_seconds": b.step.map(|s| s.seconds()), "fits": b.fits, "asynchronous": b.asynchronous,
+                "days": rate.and_then(|r| run.days(r)), "cost_usd": rate.and_then(|r| run.cost(r, file.cluster.devices())),
+            })
+        }).collect::<Vec<_>>(),
     })
 }
 
-fn chosen(file: &PlanFile) -> Value {
+/// Degrees, schedule, stages and the ways layers run, as JSON.
+pub fn chosen(file: &PlanFile) -> Value {
     let plan = &file.plan;
     let stages: Vec<Value> = plan.stages.iter().map(|s| json!({ "layers": [s.first, s.last], "devices": plan.degrees().ranks() })).collect();
     json!({
@@ -108,11 +119,10 @@ pub fn text(model: &Model, compiled: &Compiled, run: TrainingRun) -> String {
     let parts: Vec<String> = parts.iter().map(|(name, part)| format!("{name} {:.1} %", share(part.seconds()))).collect();
     let _ = writeln!(out, "            {}", parts.join(", "));
     out += &memory(p, file);
-    if let Some(days) = run.days(p.tokens_per_second) {
-        let cost = run.cost(p.tokens_per_second, devices).map_or(String::new(), |c| format!(", {} USD", grouped(c as u64)));
-        let _ = writeln!(out, "run         {days:.1} days{cost}");
+    if let Some(takes) = run.text(p.tokens_per_second, devices) {
+        let _ = writeln!(out, "run         {takes}");
     }
-    out += &baselines(compiled);
+    out += &baselines(compiled, run);
     let proof = if s.proved {
         "proved optimal in this space and cost model".to_string()
     } else {
@@ -166,18 +176,23 @@ pub fn choice(file: &PlanFile) -> String {
     out
 }
 
-/// Textbook systems beside the plan: how many times longer their step takes.
-fn baselines(compiled: &Compiled) -> String {
+/// Tokens a second of a step of this length.
+fn tokens_per_second(compiled: &Compiled, step: f64) -> f64 {
+    compiled.prediction.tokens_per_second * compiled.prediction.step.seconds() / step.max(1e-12)
+}
+
+/// Textbook systems beside the plan: how many times longer their step takes, and what the run would.
+fn baselines(compiled: &Compiled, run: TrainingRun) -> String {
     let own = compiled.prediction.step.seconds().max(1e-12);
     let one = |b: &Baseline| {
         let stale = if b.asynchronous { " (stale weights)" } else { "" };
-        match b.step {
-            Some(step) => format!("{}{stale} {:.2}x", b.name, step.seconds() / own),
-            None => format!("{}{stale} does not fit", b.name),
-        }
+        let Some(step) = b.step else { return format!("{}{stale} does not fit", b.name) };
+        let takes = run.text(tokens_per_second(compiled, step.seconds()), compiled.file.cluster.devices());
+        format!("{}{stale} {:.2}x{}", b.name, step.seconds() / own, takes.map_or(String::new(), |t| format!(" ({t})")))
     };
     let mut out = String::new();
-    for (at, row) in compiled.baselines.chunks(4).enumerate() {
+    let across = if run.tokens.is_some() { 2 } else { 4 };
+    for (at, row) in compiled.baselines.chunks(across).enumerate() {
         let row: Vec<String> = row.iter().map(one).collect();
         let _ = writeln!(out, "{}{}", if at == 0 { "baselines   " } else { "            " }, row.join(", "));
     }

@@ -1,0 +1,230 @@
+//! `plan.certificate.json`, beside a plan: the question that was asked, and how every tuple of the space was closed. [`dplan_planner::certificate`] checks it.
+//!
+//! One line a tuple: `pp=4 tp=8 cp=1 ep=1 dp=2 micro=1 of=128 1f1b sp=- pad=0`, how it was closed, and the nanoseconds (or the twin's position) that goes with it.
+
+use crate::compile::Compiled;
+use dplan_ir::plan::Schedule;
+use dplan_planner::pins::Pins;
+use dplan_planner::search::{Closed, How};
+use dplan_planner::space::Tuple;
+use dplan_planner::units::Bytes;
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+use thiserror::Error;
+
+/// Changes when a reader of older files would misread newer ones.
+pub const VERSION: u32 = 1;
+
+/// What was claimed, under which question.
+#[derive(Clone, Debug)]
+pub struct Certificate {
+    pub batch: u64,
+    pub pins: Pins,
+    /// Of one device, arena and context together; the device's memory if absent.
+    pub memory_limit: Option<Bytes>,
+    /// Of the plan, nanoseconds.
+    pub objective: u64,
+    /// No plan is below this.
+    pub lower_bound: u64,
+    pub closed: Vec<Closed>,
+}
+
+#[derive(Debug, Error)]
+pub enum CertificateError {
+    #[error("{path}: cannot read; `dplan compile -o` writes a certificate beside the plan")]
+    Read { path: String, source: std::io::Error },
+    #[error("{path}:{line}:{column}: not a certificate: {what}")]
+    Json { path: String, line: usize, column: usize, what: String },
+    #[error("{path}: version {found}, this dplan reads version {VERSION}; compile the plan again")]
+    Version { path: String, found: u32 },
+    #[error("{path}: `{at}`: {what}")]
+    Wrong { path: String, at: String, what: String },
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Json {
+    dplan_certificate: u32,
+    batch: u64,
+    pins: String,
+    memory_limit_bytes: Option<u64>,
+    objective_nanoseconds: u64,
+    lower_bound_nanoseconds: u64,
+    tuples: Vec<(String, String, u64)>,
+}
+
+impl Certificate {
+    pub fn new(compiled: &Compiled, batch: u64, pins: &Pins, memory_limit: Option<Bytes>) -> Certificate {
+        let (objective, lower_bound) = (compiled.objective.0, compiled.statistics.lower_bound);
+        Certificate { batch, pins: pins.clone(), memory_limit, objective, lower_bound, closed: compiled.closed.clone() }
+    }
+
+    /// Where the certificate of a plan lies: `plan.certificate.json` beside `plan.json`.
+    pub fn beside(plan: &Path) -> PathBuf {
+        plan.with_extension("certificate.json")
+    }
+
+    /// The file's text, one tuple a line.
+    pub fn to_json(&self) -> String {
+        let json = Json {
+            dplan_certificate: VERSION,
+            batch: self.batch,
+            pins: self.pins.to_string(),
+            memory_limit_bytes: self.memory_limit.map(|b| b.0),
+            objective_nanoseconds: self.objective,
+            lower_bound_nanoseconds: self.lower_bound,
+            tuples: Vec::new(),
+        };
+        let head = serde_json::to_string_pretty(&json).unwrap_or_default();
+        let line = |c: &Closed| {
+            let (how, number) = how_text(c.how);
+            format!("    [\"{}\", \"{how}\", {number}]", tuple_text(&c.tuple))
+        };
+        let lines: Vec<String> = self.closed.iter().map(line).collect();
+        head.replacen("\"tuples\": []", &format!("\"tuples\": [\n{}\n  ]", lines.join(",\n")), 1) + "\n"
+    }
+
+    /// Reads a certificate.
+    ///
+    /// # Errors
+    /// Names the file, the place in it, what was wrong and what would be right.
+    pub fn read(path: &Path) -> Result<Certificate, CertificateError> {
+        let name = path.display().to_string();
+        let bytes = std::fs::read(path).map_err(|source| CertificateError::Read { path: name.clone(), source })?;
+        Self::parse(&name, &bytes)
+    }
+
+    /// As [`Certificate::read`], from memory; `path` is for messages.
+    ///
+    /// # Errors
+    /// As [`Certificate::read`].
+    pub fn parse(path: &str, bytes: &[u8]) -> Result<Certificate, CertificateError> {
+        let wrong = |at: String, what: String| CertificateError::Wrong { path: path.into(), at, what };
+        let json: Json = serde_json::from_slice(bytes).map_err(|e| CertificateError::Json {
+            path: path.into(),
+            line: e.line(),
+            column: e.column(),
+            what: e.to_string(),
+        })?;
+        if json.dplan_certificate != VERSION {
+            return Err(CertificateError::Version { path: path.into(), found: json.dplan_certificate });
+        }
+        let mut closed = Vec::with_capacity(json.tuples.len());
+        for (at, (tuple, how, number)) in json.tuples.iter().enumerate() {
+            let tuple =
+                tuple_from(tuple).ok_or_else(|| wrong(format!("tuples[{at}]"), format!("`{tuple}`: expected a tuple, such as `{EXAMPLE}`")))?;
+            let how = how_from(how, *number).ok_or_else(|| wrong(format!("tuples[{at}]"), format!("`{how}` is no way of closing a tuple")))?;
+            closed.push(Closed { tuple, how });
+        }
+        Ok(Certificate {
+            batch: json.batch,
+            pins: Pins::parse(&json.pins).map_err(|e| wrong("pins".into(), e.to_string()))?,
+            memory_limit: json.memory_limit_bytes.map(Bytes),
+            objective: json.objective_nanoseconds,
+            lower_bound: json.lower_bound_nanoseconds,
+            closed,
+        })
+    }
+}
+
+const EXAMPLE: &str = "pp=4 tp=8 cp=1 ep=1 dp=2 micro=1 of=128 1f1b sp=- pad=0";
+
+fn tuple_text(tuple: &Tuple) -> String {
+    let Tuple { pp, tp, cp, ep, dp, micro_batch, micro_batches, schedule, boundary, padding } = *tuple;
+    let boundary = boundary.map_or("-".to_string(), |d| d.to_string());
+    format!("pp={pp} tp={tp} cp={cp} ep={ep} dp={dp} micro={micro_batch} of={micro_batches} {} sp={boundary} pad={padding}", schedule.name())
+}
+
+fn tuple_from(text: &str) -> Option<Tuple> {
+    let mut parts = text.split(' ');
+    let mut value = |key: &str| parts.next()?.strip_prefix(key)?.strip_prefix('=');
+    let [pp, tp, cp, ep, dp, micro_batch, micro_batches] =
+        ["pp", "tp", "cp", "ep", "dp", "micro", "of"].map(|key| value(key).and_then(|v| v.parse::<u64>().ok()));
+    let schedule = Schedule::from_name(parts.next()?)?;
+    let mut value = |key: &str| parts.next()?.strip_prefix(key)?.strip_prefix('=');
+    let boundary = match value("sp")? {
+        "-" => None,
+        dim => Some(dim.parse().ok()?),
+    };
+    let padding = value("pad")?.parse().ok()?;
+    // What a search never makes would only break the checker's arithmetic.
+    let positive = |n: Option<u64>| n.filter(|n| (1..=1 << 40).contains(n));
+    let tuple = Tuple {
+        pp: positive(pp)?,
+        tp: positive(tp)?,
+        cp: positive(cp)?,
+        ep: positive(ep)?,
+        dp: positive(dp)?,
+        micro_batch: positive(micro_batch)?,
+        micro_batches: positive(micro_batches)?,
+        schedule,
+        boundary,
+        padding,
+    };
+    parts.next().is_none().then_some(tuple)
+}
+
+fn how_text(how: How) -> (&'static str, u64) {
+    match how {
+        How::Floor(bound) => ("floor", bound),
+        How::Trend(bound) => ("trend", bound),
+        How::Bound(bound) => ("bound", bound),
+        How::Nothing(incumbent) => ("nothing-below", incumbent),
+        How::Best(value) => ("best", value),
+        How::Impossible => ("impossible", 0),
+        How::Twin(at) => ("twin", at as u64),
+        How::Open(bound) => ("open", bound),
+    }
+}
+
+fn how_from(name: &str, number: u64) -> Option<How> {
+    Some(match name {
+        "floor" => How::Floor(number),
+        "trend" => How::Trend(number),
+        "bound" => How::Bound(number),
+        "nothing-below" => How::Nothing(number),
+        "best" => How::Best(number),
+        "impossible" => How::Impossible,
+        "twin" => How::Twin(usize::try_from(number).ok()?),
+        "open" => How::Open(number),
+        _ => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn certificates_read_back() {
+        let tuple = |padding| Tuple {
+            pp: 4,
+            tp: 8,
+            cp: 1,
+            ep: 1,
+            dp: 2,
+            micro_batch: 1,
+            micro_batches: 128,
+            schedule: Schedule::OneFOneB,
+            boundary: (padding > 0).then_some(1),
+            padding,
+        };
+        assert_eq!(tuple_text(&tuple(0)), EXAMPLE);
+        let hows = [How::Floor(1), How::Trend(2), How::Bound(3), How::Nothing(4), How::Best(5), How::Impossible, How::Twin(1), How::Open(6)];
+        let closed: Vec<Closed> = hows.iter().zip(0..).map(|(&how, padding)| Closed { tuple: tuple(padding), how }).collect();
+        let pins = Pins::parse("tp=1+2,zero=3").unwrap();
+        let certificate = Certificate { batch: 8, pins, memory_limit: Some(Bytes(7)), objective: 5, lower_bound: 5, closed };
+        let text = certificate.to_json();
+        let back = Certificate::parse("c.json", text.as_bytes()).unwrap();
+        assert_eq!((back.closed, back.pins, back.to_json()), (certificate.closed.clone(), certificate.pins.clone(), text.clone()));
+        for (from, to, says) in [
+            ("pp=4", "pp=x", "tuples[0]"),
+            ("floor", "guess", "no way of closing"),
+            ("\"dplan_certificate\": 1", "\"dplan_certificate\": 9", "version 9"),
+            ("tp=1+2", "tp=none", "pins"),
+        ] {
+            let error = Certificate::parse("c.json", text.replacen(from, to, 1).as_bytes()).unwrap_err().to_string();
+            assert!(error.contains(says), "{error}");
+        }
+    }
+}

@@ -102,24 +102,28 @@ pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bo
     let mut solved = 0;
     let mut lower_bound = None;
     let mut open: Vec<(u64, usize)> = Vec::new();
-    while let Some(Reverse((bound, level, at))) = queue.pop() {
+    // Out of time without a plan, tuples are followed to their ends one by one: an answer needs some plan.
+    let mut dive: Option<Reverse<(u64, Level, usize)>> = None;
+    while let Some(Reverse((bound, level, at))) = dive.take().or_else(|| queue.pop()) {
         if bound >= objective {
             queue.push(Reverse((bound, level, at)));
             break;
         }
-        if late() {
+        let late = late();
+        if late && best.is_some() {
             lower_bound = Some(bound);
             queue.push(Reverse((bound, level, at)));
             break;
         }
+        let mut go_on = |entry| if late { dive = Some(Reverse(entry)) } else { queue.push(Reverse(entry)) };
         match level {
             Level::Floor => {
                 let trend = bound::trend(problem, prices, &space[at], largest[&space[at].tp]);
-                queue.push(Reverse((trend.max(bound), Level::Trend, at)));
+                go_on((trend.max(bound), Level::Trend, at));
             }
             Level::Trend => match price(problem, prices, space[at], bound).first() {
                 None => how[at] = Some(How::Impossible),
-                Some(&(bound, _)) => queue.push(Reverse((bound, Level::Priced, at))),
+                Some(&(bound, _)) => go_on((bound, Level::Priced, at)),
             },
             Level::Priced => {
                 solved += 1;

@@ -15,7 +15,10 @@ use dplan_planner::pins::Pins;
 use dplan_planner::prices::{Links, Offer, Prices, Shape};
 use dplan_planner::problem::Problem;
 use dplan_planner::search::{How, explore};
+use dplan_planner::space::{Tuple, tuples};
 use drawn::{Drawn, Instance, instance};
+use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::rc::Rc;
 
 /// `max + a fifth of the smaller`, rounded up.
@@ -220,17 +223,55 @@ fn value(
     Some(sum + (setting.m - 1) * slowest + longest + scalars * scalar)
 }
 
+const DIMENSIONS: [&str; 11] = ["dp", "tp", "cp", "ep", "pp", "micro", "schedule", "boundary", "zero", "recompute", "tie"];
+
+/// The dimensions in which an instance leaves a choice.
+fn open_dimensions(problem: &Problem, prices: &mut Drawn) -> Vec<&'static str> {
+    let space = tuples(prices, problem.devices, problem.batch, &problem.pins);
+    let differs = |of: &dyn Fn(&Tuple) -> u64| space.iter().any(|t| of(t) != of(&space[0]));
+    let mut open = Vec::new();
+    let global: [(&str, &dyn Fn(&Tuple) -> u64); 8] = [
+        ("dp", &|t| t.dp),
+        ("tp", &|t| t.tp),
+        ("cp", &|t| t.cp),
+        ("ep", &|t| t.ep),
+        ("pp", &|t| t.pp),
+        ("micro", &|t| t.micro_batch),
+        ("schedule", &|t| t.schedule as u64),
+        ("boundary", &|t| u64::from(t.boundary.is_some())),
+    ];
+    open.extend(global.iter().filter(|(_, of)| differs(*of)).map(|(name, _)| *name));
+    let shared = space.iter().any(|t| t.dp * t.cp > 1);
+    if shared && problem.kinds.iter().any(|k| k.zero.len() > 1) {
+        open.push("zero");
+    }
+    if problem.kinds.iter().any(|k| k.recompute.len() > 1) {
+        open.push("recompute");
+    }
+    if !prices.tied.is_empty() {
+        open.push("tie");
+    }
+    open
+}
+
 #[test]
 fn the_search_finds_what_enumeration_finds() {
     let (mut infeasible, mut tied, mut staged, mut tight, mut context, mut experts) = (0, 0, 0, 0, 0, 0);
+    let mut pairs: BTreeMap<(&str, &str), usize> = BTreeMap::new();
     for seed in 0..500 {
         let Instance { mut prices, problem } = instance(seed, if seed % 3 == 0 { 4 } else { 3 }, if seed % 4 == 0 { 3 } else { 2 });
         let truth = enumerate(&problem, &mut prices);
         let outcome = explore(&problem, &mut prices, &|| false);
         let found = outcome.best.as_ref().map(|b| b.solution.objective);
         assert_eq!(found, truth, "seed {seed}: {problem:?}");
-        let integer = integer::explore(&problem, &mut prices, &|| false).unwrap();
-        assert_eq!(integer.best.map(|b| b.solution.objective), truth, "integer programs, seed {seed}: {problem:?}");
+        if seed % 4 == 0 {
+            let integer = integer::explore(&problem, &mut prices, &|| false).unwrap();
+            assert_eq!(integer.best.map(|b| b.solution.objective), truth, "integer programs, seed {seed}: {problem:?}");
+        }
+        let open = open_dimensions(&problem, &mut prices);
+        for a in &open {
+            open.iter().filter(|b| a < b).for_each(|b| *pairs.entry((*a, *b)).or_insert(0) += 1);
+        }
         assert!(outcome.statistics.proved && outcome.closed.iter().all(|c| !matches!(c.how, How::Open(_))), "seed {seed}");
         infeasible += usize::from(truth.is_none());
         let Some(best) = outcome.best else { continue };
@@ -239,6 +280,13 @@ fn the_search_finds_what_enumeration_finds() {
         context += usize::from(best.menus.tuple.cp > 1);
         experts += usize::from(best.menus.tuple.ep > 1);
         tight += usize::from(best.solution.choices.iter().zip(&problem.layers).any(|(&c, &k)| best.menus.choices[k][c as usize].zero.0 > 0));
+    }
+    // Every two dimensions are open together in enough instances.
+    for (at, a) in DIMENSIONS.iter().enumerate() {
+        for b in &DIMENSIONS[at + 1..] {
+            let pair = if a < b { (*a, *b) } else { (*b, *a) };
+            assert!(pairs.get(&pair).is_some_and(|&n| n >= 20), "{pair:?}: {:?}", pairs.get(&pair));
+        }
     }
     // The instances must be of all sorts, or they prove little.
     assert!(
@@ -309,6 +357,31 @@ fn the_certificate_is_checked_by_other_code_and_damage_is_found() {
         }
     }
     assert!(recomputed > 200 && damaged > 200, "{recomputed} recomputed, {damaged} damaged");
+}
+
+#[test]
+fn a_search_that_is_cut_short_knows_how_far_it_may_be_from_the_best() {
+    let (mut short, mut found) = (0, 0);
+    for seed in 0..60 {
+        let Instance { mut prices, problem } = instance(seed, 5, 3);
+        let Some(best) = explore(&problem, &mut prices, &|| false).best else { continue };
+        let best = best.solution.objective;
+        for asked in [0u32, 1, 2, 5, 10, 20, 50] {
+            let left = Cell::new(asked);
+            let late = || left.replace(left.get().saturating_sub(1)) == 0;
+            let outcome = explore(&problem, &mut prices, &late);
+            let statistics = outcome.statistics;
+            assert!(statistics.lower_bound <= best, "seed {seed}: nothing below {}, but {best} is the best", statistics.lower_bound);
+            short += usize::from(!statistics.proved);
+            let Some(incumbent) = outcome.best.map(|b| b.solution.objective) else { continue };
+            assert!(incumbent >= best && (statistics.proved || statistics.gap > 0.0), "seed {seed}: {statistics:?}");
+            assert!(statistics.gap >= (incumbent - best) as f64 / incumbent as f64, "seed {seed}: {statistics:?}, the best is {best}");
+            found += usize::from(!statistics.proved);
+            let checked = check(&problem, &mut prices, incumbent, statistics.lower_bound, &outcome.closed);
+            assert!(checked.is_ok(), "seed {seed}: {checked:?}");
+        }
+    }
+    assert!(short > 50 && found > 20, "{short} cut short, {found} of them with a plan");
 }
 
 #[test]

@@ -1,4 +1,5 @@
 //! Prices drawn at random: small instances with every feature of real ones (tied layers, several classes, options that trade time for memory).
+#![allow(dead_code)]
 
 use dplan_ir::dtype::DType;
 use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
@@ -73,6 +74,26 @@ pub fn instance(seed: u64, most_layers: u64, most_offers: u64) -> Instance {
     let pins = ["", "", "", "zero@0-0=0+1", "recompute=none", "schedule=gpipe", "pp=1+2"][dice.within(0, 6) as usize];
     let pins = Pins::parse(pins).unwrap();
     let problem = Problem::new(&prices, devices, batch, StateTypes { compute, optimizer }, clip, pins, None);
+    Instance { prices, problem }
+}
+
+/// An instance of a real model's size: 24 to 96 layers of up to three kinds between two of their own, on 64 to 1024 devices.
+pub fn medium(seed: u64) -> Instance {
+    let mut dice = Dice(seed ^ 0x3ed1);
+    let layers = dice.within(24, 96);
+    let kinds = dice.within(1, 3);
+    let mut classes: Vec<u32> = (0..layers).map(|l| (l * kinds / layers) as u32).collect();
+    (classes[0], classes[layers as usize - 1]) = (8, 9);
+    let tied = if dice.one_in(2) { vec![8, 9] } else { vec![] };
+    let devices = 64 << dice.within(0, 4);
+    let batch = devices * [1, 2, 4][dice.within(0, 2) as usize];
+    let memory = dice.within(20_000, 12_000 * layers);
+    let latency = dice.within(0, 100);
+    let prices = Drawn { seed, classes, tied, most_offers: 6, memory, latency, known: BTreeMap::new() };
+    let types = StateTypes { compute: DType::Bf16, optimizer: Optimizer::AdamW };
+    // Drawn prices favour no degree: few are left open, so that the tuples that are solved differ in everything else.
+    let pins = ["tp=1+2+4,cp=1,ep=1", "pp=4+8,cp=1", "tp=8,micro=1+2", "pp=2+16,ep=1"][dice.within(0, 3) as usize];
+    let problem = Problem::new(&prices, devices, batch, types, Clip::GlobalNorm, Pins::parse(pins).unwrap(), None);
     Instance { prices, problem }
 }
 

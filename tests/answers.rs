@@ -1,0 +1,166 @@
+//! What the command line answers beside the plan: certificates, other machines, other pins, days and money.
+
+mod common;
+
+use common::{dplan, dplan_ok, scratch};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+fn model() -> String {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/llama-1m/config.json").display().to_string()
+}
+
+/// Compiles the example for a cluster; the plan's path and what was printed.
+fn compiled(dir: &Path, name: &str, args: &[&str]) -> (PathBuf, Value) {
+    let plan = dir.join(name);
+    let (model, output) = (model(), plan.display().to_string());
+    let all: Vec<&str> = ["compile", &model, "--json", "-o", &output].into_iter().chain(args.iter().copied()).collect();
+    (plan.clone(), serde_json::from_str(&dplan_ok(&all)).unwrap())
+}
+
+fn number(value: &Value, pointer: &str) -> f64 {
+    value.pointer(pointer).and_then(Value::as_f64).unwrap_or_else(|| panic!("no number at {pointer}: {value}"))
+}
+
+#[test]
+fn a_certificate_is_checked_and_damage_to_it_is_found() {
+    let dir = scratch("certificate");
+    let (plan, _) = compiled(&dir, "plan.json", &["--cluster", "cpu:4", "--batch", "32"]);
+    let (other, _) = compiled(&dir, "other.json", &["--cluster", "cpu:4", "--batch", "32", "--pin", "tp=4"]);
+    let verify =
+        |plan: &Path, certificate: &Path| dplan(&["verify", &plan.display().to_string(), &format!("--certificate={}", certificate.display())]);
+    let said: Value = serde_json::from_str(&dplan_ok(&["verify", &plan.display().to_string(), "--certificate", "--json"])).unwrap();
+    assert_eq!(said["ok"], true);
+    assert_eq!(said["certificate"]["proved"], true);
+    assert!(number(&said, "/certificate/resolved") >= 1.0 && number(&said, "/certificate/recomputed") >= 1.0, "{said}");
+
+    let certificate = dir.join("plan.certificate.json");
+    let text = std::fs::read_to_string(&certificate).unwrap();
+    let objective = text.lines().find(|l| l.contains("objective_nanoseconds")).unwrap();
+    let lines: Vec<&str> = text.lines().collect();
+    let tuple = lines.iter().position(|l| l.contains("pp=")).unwrap();
+    let best = lines.iter().find(|l| l.contains("\"best\"")).unwrap();
+    let without = |at: usize| [&lines[..at], &lines[at + 1..]].concat().join("\n");
+    for (what, damaged) in [
+        ("a better plan is claimed", text.replace(objective, "  \"objective_nanoseconds\": 1000,")),
+        ("a tuple is missing", without(tuple)),
+        ("the best tuple is closed by a bound", text.replace(best, &best.replace("\"best\"", "\"floor\""))),
+        ("a tuple is called impossible", text.replace(best, &best.replace("\"best\"", "\"impossible\""))),
+        ("another batch was asked about", text.replace("\"batch\": 32", "\"batch\": 64")),
+        ("it is another plan's", std::fs::read_to_string(dir.join("other.certificate.json")).unwrap()),
+    ] {
+        let path = dir.join("damaged.json");
+        std::fs::write(&path, damaged).unwrap();
+        let output = verify(&plan, &path);
+        assert_eq!(output.status.code(), Some(1), "{what}: {}", String::from_utf8_lossy(&output.stdout));
+    }
+    // Pins are part of the question: the pinned plan's own certificate holds, and the unpinned one is not about it.
+    assert!(verify(&other, &dir.join("other.certificate.json")).status.success());
+    assert_eq!(verify(&other, &certificate).status.code(), Some(1));
+    assert_eq!(verify(&plan, &dir.join("absent.json")).status.code(), Some(2));
+}
+
+#[test]
+fn both_solvers_find_plans_of_one_cost() {
+    let dir = scratch("solvers");
+    for args in [&["--cluster", "cpu:4", "--batch", "32"][..], &["--cluster", "cpu:8", "--batch", "16", "--memory-limit", "24MiB"]] {
+        let of = |solver: &str| compiled(&dir, &format!("{solver}.json"), &[args, &["--solver", solver]].concat()).1;
+        let (exact, integer) = (of("exact"), of("ilp"));
+        assert_eq!(exact["predicted"]["step_seconds"], integer["predicted"]["step_seconds"], "{args:?}");
+        assert!(dplan(&["verify", &dir.join("ilp.json").display().to_string(), "--certificate"]).status.success());
+    }
+}
+
+#[test]
+fn other_machines_are_asked_about() {
+    let dir = scratch("what-if");
+    let args = ["--cluster", "cpu:4", "--batch", "32", "--memory-limit", "64MiB", "--min-devices"];
+    let scenarios = ["memory=2x", "link=2x", "compute=2x,bandwidth=2x", "latency=0.5x", "memory=0.001x"];
+    let what_if: Vec<&str> = scenarios.iter().flat_map(|s| ["--what-if", s]).collect();
+    let (_, said) = compiled(&dir, "plan.json", &[&args[..], &what_if].concat());
+    let rows = said["what_if"].as_array().unwrap();
+    let own = number(&said, "/predicted/step_seconds");
+    assert_eq!(rows.len(), 1 + scenarios.len());
+    let fewest = number(&rows[0], "/devices");
+    assert!((1.0..=4.0).contains(&fewest) && number(&rows[0], "/step_seconds") >= own, "{said}");
+    for row in &rows[1..scenarios.len()] {
+        assert!(number(row, "/step_seconds") <= own, "{row}");
+    }
+    assert!(rows[scenarios.len()]["infeasible"].as_str().is_some_and(|why| why.contains("short of")), "{said}");
+    // One device fewer holds nothing.
+    if fewest > 1.0 {
+        let model = model();
+        let cluster = format!("cpu:{}", fewest - 1.0);
+        let output = dplan(&["compile", &model, "--cluster", &cluster, "--batch", "32", "--memory-limit", "64MiB"]);
+        assert_eq!(output.status.code(), Some(1), "{}", String::from_utf8_lossy(&output.stdout));
+    }
+}
+
+#[test]
+fn days_and_money_are_those_of_the_steps() {
+    let dir = scratch("money");
+    let (_, said) = compiled(&dir, "plan.json", &["--cluster", "cpu:4", "--batch", "32", "--tokens", "1B", "--price", "2.5"]);
+    let (step, days, cost) = (number(&said, "/predicted/step_seconds"), number(&said, "/predicted/days"), number(&said, "/predicted/cost_usd"));
+    let close = |a: f64, b: f64| (a / b - 1.0).abs() < 1e-9;
+    assert!(close(days, 1e9 / (32.0 * 128.0) * step / 86_400.0), "{said}");
+    assert!(close(cost, days * 24.0 * 4.0 * 2.5), "{said}");
+    let rows = said["baselines"].as_array().unwrap();
+    let priced: Vec<&Value> = rows.iter().filter(|b| b["fits"] == true).collect();
+    for row in &priced {
+        assert!(number(row, "/step_seconds") >= step, "{row}");
+        assert!(close(number(row, "/days") / days, number(row, "/step_seconds") / step), "{row}");
+        assert!(close(number(row, "/cost_usd") / cost, number(row, "/step_seconds") / step), "{row}");
+    }
+    assert!(priced.len() >= 5, "{said}");
+}
+
+#[test]
+fn explain_says_what_the_next_best_costs_and_why_not_where_the_difference_is() {
+    let dir = scratch("explain");
+    let (plan, said) = compiled(&dir, "plan.json", &["--cluster", "cpu:4", "--batch", "32"]);
+    let plan = plan.display().to_string();
+    let step = number(&said, "/predicted/step_seconds");
+    let told: Value = serde_json::from_str(&dplan_ok(&["explain", &plan, "--json"])).unwrap();
+    let layers = told["layers"].as_array().unwrap();
+    let covered: usize = layers.iter().map(|l| (number(l, "/layers/1") - number(l, "/layers/0")) as usize + 1).sum();
+    assert_eq!(covered, said["chosen"]["layers"].as_array().unwrap().len());
+    for layer in layers {
+        let next = &layer["next"];
+        assert!(number(next, "/step_seconds") >= step && number(next, "/short_bytes") == 0.0, "{layer}");
+        assert!(!next["change"].as_str().unwrap().is_empty(), "{layer}");
+        let arena = number(next, "/arena_bytes") - number(layer, "/arena_bytes");
+        assert_eq!(arena, number(next, "/arena_difference_bytes"), "{layer}");
+    }
+    let text = dplan_ok(&["explain", &plan]);
+    assert!(text.contains("next best") && text.contains("a micro-batch"), "{text}");
+
+    let told: Value = serde_json::from_str(&dplan_ok(&["explain", &plan, "--why-not", "tp=4", "--json"])).unwrap();
+    let seconds = told["seconds"].as_object().unwrap();
+    for side in [0, 1] {
+        let parts: f64 = seconds.iter().filter(|(name, _)| *name != "step").map(|(_, v)| v[side].as_f64().unwrap()).sum();
+        assert!((parts - seconds["step"][side].as_f64().unwrap()).abs() < 1e-9, "{told}");
+    }
+    assert!(seconds["step"][1].as_f64() >= seconds["step"][0].as_f64(), "{told}");
+    assert_eq!(told["pinned"]["tp"], 4);
+    assert!(dplan_ok(&["explain", &plan, "--why-not", "tp=4"]).contains("difference"));
+}
+
+#[test]
+fn the_same_question_has_the_same_answer_byte_for_byte() {
+    let dir = scratch("deterministic");
+    let bytes = |name: &str| {
+        let (plan, _) = compiled(&dir, name, &["--cluster", "h100:4x2", "--batch", "32"]);
+        (std::fs::read(&plan).unwrap(), std::fs::read(plan.with_extension("certificate.json")).unwrap())
+    };
+    let first = bytes("first.json");
+    for repeat in 0..10 {
+        assert!(bytes("again.json") == first, "repeat {repeat}");
+    }
+    // Two at once, as two threads of one machine.
+    std::thread::scope(|scope| {
+        for name in ["left.json", "right.json"] {
+            let (bytes, first) = (&bytes, &first);
+            scope.spawn(move || (0..5).for_each(|repeat| assert!(bytes(name) == *first, "{name}, repeat {repeat}")));
+        }
+    });
+}

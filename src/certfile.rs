@@ -216,7 +216,7 @@ mod tests {
         let certificate = Certificate { batch: 8, pins, memory_limit: Some(Bytes(7)), objective: 5, lower_bound: 5, closed };
         let text = certificate.to_json();
         let back = Certificate::parse("c.json", text.as_bytes()).unwrap();
-        assert_eq!((back.closed, back.pins, back.to_json()), (certificate.closed.clone(), certificate.pins.clone(), text.clone()));
+        assert_eq!((&back.closed, &back.pins, &back.to_json()), (&certificate.closed, &certificate.pins, &text));
         for (from, to, says) in [
             ("pp=4", "pp=x", "tuples[0]"),
             ("floor", "guess", "no way of closing"),

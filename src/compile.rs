@@ -108,6 +108,17 @@ pub fn best(forward: &Graph, options: &Options<'_>) -> Result<(Plan, Prediction)
     Ok((answer.plan, prediction))
 }
 
+/// Textbook systems alone.
+///
+/// # Errors
+/// If the model cannot be differentiated, or pins, devices and batch do not go together.
+pub fn textbook(forward: &Graph, options: &Options<'_>) -> Result<Vec<Baseline>, CompileError> {
+    let graph = grad::differentiate(forward)?;
+    let classes = layers::classes(&graph);
+    let mut planner = Planner::new(options.request(&graph, &classes))?;
+    Ok(baselines(&planner.problem, &mut planner.prices, options.cluster.per_node, &|| false))
+}
+
 /// The fewest devices on which a plan fits, in whole nodes where there are several, if there is such a number.
 ///
 /// # Errors

@@ -1,18 +1,19 @@
 //! One tuple as integer programs: another answer to the question of [`crate::stages`], by other code.
 //!
-//! For a bound `ε` on the end of the step, every stage that could hold some layers takes the least time of
+//! For a bound `ε` on the end of the step and a `cut` that the whole plan must beat, every stage that could hold some layers takes the least time of
 //!
 //! ```text
 //! min  Σ time(c) · n(g,c)
 //!      Σ_c n(g,c) = layers of group g,   n ≥ 0 whole
 //!      Σ end(c) · n(g,c) ≤ ε
-//!      Σ bytes(c) · n(g,c) + Σ_w w · u(w) + Σ_r r · v(r) ≤ room
-//!      Σ u = 1,  Σ v = 1,   u, v binary
-//!      Σ_{c of g: workspace(c) ≥ w} n(g,c) ≤ layers of g · Σ_{w' ≥ w} u(w')      for each size w of a workspace; rings alike
+//!      Σ bytes(c) · n(g,c) ≤ room − w − r
+//!      Σ (m · time(c) + end(c)) · n(g,c) ≤ cut − what the other stages take at least
 //! ```
-//! and the best cut of the layers is a shortest path for each bound on the slowest stage. No `n` is dropped for what the rest of the plan looks like; of choices that
-//! another covers in every term only the other one stands. `ε` comes down from above, each time just below the longest end of the last plan, until no shorter end
-//! could pay for the time it costs.
+//! over the choices `c` with workspaces up to `w` and rings up to `r`, for every size `w` and `r` that there is; and the best cut of the layers is a shortest path for
+//! each bound on the slowest stage. Of choices that another covers in every term only the other one stands. `ε` comes down from above, each time just below the
+//! longest end of the last plan, until no shorter end could pay for the time it costs.
+//!
+//! The solver is right to about seven digits; what it finds is counted again in whole nanoseconds and bytes.
 
 use crate::certificate::{quickest, weights};
 use crate::menu::Menus;
@@ -88,7 +89,7 @@ pub fn best_below(menus: &Menus, layers: &[usize], budget: u64, cut: u64) -> Res
     loop {
         let mut runs: BTreeMap<Span, Run> = BTreeMap::new();
         for span in tableau.spans(cut) {
-            if let Some(run) = tableau.run(span, limit)? {
+            if let Some(run) = tableau.run(span, limit, cut)? {
                 runs.insert(span, run);
             }
         }
@@ -234,18 +235,18 @@ impl Tableau<'_> {
         kept
     }
 
-    /// How a span runs at its least time, if its end is at most `limit`.
-    fn run(&mut self, span: Span, limit: u64) -> Result<Option<Run>, SolverFault> {
+    /// How a span runs at its least time, if its end is at most `limit` and the plan may beat `cut`.
+    fn run(&mut self, span: Span, limit: u64, cut: u64) -> Result<Option<Run>, SolverFault> {
         let stage = span.stage as u64;
         let Some(room) = self.menus.room(self.budget, stage) else { return Ok(None) };
         let (members, in_flight) = (self.members(span), self.menus.tuple.in_flight(stage));
         let key = (members.clone(), in_flight, room);
-        // An answer to a wider bound that keeps this one is the answer; so is that nothing kept a wider one.
+        // Limit and cut only come down: an answer that keeps them is still the answer, and so is that there is none.
         let known = self.known.get(&key).and_then(|all| all.iter().find(|(_, run)| run.as_ref().is_none_or(|r| r.end <= limit)).cloned());
         let run = match known {
             Some((_, run)) => run,
             None => {
-                let run = self.program(&members, in_flight, room, limit)?;
+                let run = self.stage(&members, in_flight, room, limit, cut.saturating_sub(self.others(&members)))?;
                 self.known.entry(key).or_default().push((limit, run.clone()));
                 run
             }
@@ -276,78 +277,35 @@ impl Tableau<'_> {
         self.columns.entry((kind, home, in_flight)).or_insert_with(build).clone()
     }
 
-    /// Solves the integer program of a stage.
-    fn program(&mut self, members: &[Members], in_flight: u64, room: u64, limit: u64) -> Result<Option<Run>, SolverFault> {
+    /// What all layers but these take at least.
+    fn others(&self, members: &[Members]) -> u64 {
+        let least = |kind: usize| self.menus.choices[kind].iter().map(|c| c.terms(Home::Together).time).min().unwrap_or(0);
+        let all: u64 = self.layers.iter().map(|&kind| least(kind)).sum();
+        all - members.iter().map(|&(kind, _, count)| count as u64 * least(kind)).sum::<u64>() + self.menus.constant
+    }
+
+    /// A stage at its least time, whatever its largest workspace and ring; `joint` bounds `m · time + end` from above.
+    fn stage(&mut self, members: &[Members], in_flight: u64, room: u64, limit: u64, joint: u64) -> Result<Option<Run>, SolverFault> {
         let columns: Vec<Vec<Column>> = members.iter().map(|&(kind, home, _)| self.columns(kind, home, in_flight)).collect();
-        let quickest: u64 = members.iter().zip(&columns).map(|(m, c)| m.2 as u64 * c.iter().map(|c| c.time).max().unwrap_or(0)).sum();
-        let (time_unit, byte_unit, end_unit) = (quickest.max(1) as f64, room.max(1) as f64, limit.max(1) as f64);
-        // Sizes beyond the room leave the solver's exact numbers; whole answers are counted again in whole bytes.
-        let mut free = room;
-        for _ in 0..MOST_REPAIRS {
-            let mut variables = ProblemVariables::new();
-            let counts: Vec<Vec<Variable>> = members
-                .iter()
-                .zip(&columns)
-                .map(|(m, c)| c.iter().map(|_| variables.add(variable().integer().min(0.0).max(m.2 as f64))).collect())
-                .collect();
-            let all = || counts.iter().zip(&columns).flat_map(|(n, c)| n.iter().copied().zip(c));
-            let (workspaces, rings) = (sizes(&columns, |c| c.workspace), sizes(&columns, |c| c.ring));
-            let of_workspace: Vec<Variable> = workspaces.iter().map(|_| variables.add(variable().binary())).collect();
-            let of_ring: Vec<Variable> = rings.iter().map(|_| variables.add(variable().binary())).collect();
-            let objective: Expression = all().map(|(n, c)| c.time as f64 / time_unit * n).sum();
-            let mut model = variables.minimise(objective).using(default_solver);
-            for (member, counts) in members.iter().zip(&counts) {
-                let sum: Expression = counts.iter().sum();
-                model = model.with(constraint!(sum == member.2 as f64));
-            }
-            if limit < u64::MAX {
-                let ends: Expression = all().map(|(n, c)| c.end as f64 / end_unit * n).sum();
-                model = model.with(constraint!(ends <= 1.0));
-            }
-            let mut held: Expression = all().map(|(n, c)| c.bytes as f64 / byte_unit * n).sum();
-            for (sizes, taken, of) in [(&workspaces, &of_workspace, (|c| c.workspace) as fn(&Column) -> u64), (&rings, &of_ring, |c| c.ring)] {
-                let one: Expression = taken.iter().sum();
-                model = model.with(constraint!(one == 1.0));
-                held += sizes.iter().zip(taken).map(|(&size, &u)| size as f64 / byte_unit * u).sum::<Expression>();
-                for (at, &size) in sizes.iter().enumerate().skip(1) {
-                    let wide: Expression = taken[at..].iter().sum();
-                    for ((counts, columns), member) in counts.iter().zip(&columns).zip(members) {
-                        if columns.iter().any(|c| of(c) >= size) {
-                            let using: Expression =
-                                counts.iter().zip(columns).filter(|(_, c)| of(c) >= size).map(|(&n, _)| Expression::from(n)).sum();
-                            model = model.with(constraint!(using <= member.2 as f64 * wide.clone()));
-                        }
-                    }
+        let mut best: Option<Run> = None;
+        for ring in sizes(&columns, |c| c.ring) {
+            let mut before = 0;
+            for workspace in sizes(&columns, |c| c.workspace) {
+                let keeps = |c: &&Column| c.ring <= ring && c.workspace <= workspace;
+                let allowed: Vec<Vec<Column>> = columns.iter().map(|columns| columns.iter().filter(keeps).copied().collect()).collect();
+                let count = allowed.iter().map(Vec::len).sum();
+                // Wider bounds that allow nothing new are no other program.
+                if allowed.iter().any(Vec::is_empty) || count == std::mem::replace(&mut before, count) {
+                    continue;
+                }
+                let Some(free) = room.checked_sub(ring + workspace) else { break };
+                let program = Program { members, columns: &allowed, micro_batches: self.menus.tuple.micro_batches, free, limit, joint };
+                if let Some(run) = program.solve(best.as_ref().map_or(u64::MAX, |b| b.time))? {
+                    best = Some(run);
                 }
             }
-            model = model.with(constraint!(held <= free as f64 / byte_unit));
-            let solution = match model.solve() {
-                Ok(solution) => solution,
-                Err(ResolutionError::Infeasible) => return Ok(None),
-                Err(why) => return Err(SolverFault(why.to_string())),
-            };
-            let mut run = Run { time: 0, end: 0, counts: Vec::new() };
-            let (mut bytes, mut workspace, mut ring) = (0, 0, 0);
-            for ((member, counts), columns) in members.iter().zip(&counts).zip(&columns) {
-                for (&n, column) in counts.iter().zip(columns) {
-                    let count = solution.value(n).round().max(0.0) as u64;
-                    if count > 0 {
-                        (run.time, run.end, bytes) = (run.time + count * column.time, run.end + count * column.end, bytes + count * column.bytes);
-                        (workspace, ring) = (workspace.max(column.workspace), ring.max(column.ring));
-                        run.counts.push((*member, column.choice, count as usize));
-                    }
-                }
-            }
-            let over = (bytes + workspace + ring).saturating_sub(room);
-            if over == 0 && run.end <= limit {
-                return Ok(Some(run));
-            }
-            if over == 0 {
-                return Err(SolverFault(format!("an end of {} for at most {limit}", run.end)));
-            }
-            free = free.saturating_sub(over);
         }
-        Err(SolverFault("sizes too near the room".into()))
+        Ok(best)
     }
 
     /// The plan whose stages are the spans of a path.
@@ -370,6 +328,87 @@ impl Tableau<'_> {
             }
         }
         Solution { objective, stages: path.iter().map(|s| (s.start, s.end - 1)).collect(), choices }
+    }
+}
+
+/// One stage under bounds on its workspace and ring.
+struct Program<'a> {
+    members: &'a [Members],
+    columns: &'a [Vec<Column>],
+    micro_batches: u64,
+    /// Most bytes.
+    free: u64,
+    /// Longest end.
+    limit: u64,
+    /// `m · time + end` must be below.
+    joint: u64,
+}
+
+impl Program<'_> {
+    /// The quickest way that takes less than `below`.
+    fn solve(&self, below: u64) -> Result<Option<Run>, SolverFault> {
+        let m = self.micro_batches;
+        let joint = |c: &Column| m * c.time + c.end;
+        let sum = |of: &dyn Fn(&Column) -> u64, pick: fn(u64, u64) -> u64| -> u64 {
+            let each = self.members.iter().zip(self.columns).map(|(member, c)| member.2 as u64 * c.iter().map(of).reduce(pick).unwrap_or(0));
+            each.sum()
+        };
+        // What no choice can keep needs no program.
+        if sum(&|c| c.bytes, u64::min) > self.free || sum(&joint, u64::min) >= self.joint || sum(&|c| c.time, u64::min) >= below {
+            return Ok(None);
+        }
+        let mut free = self.free;
+        for _ in 0..MOST_REPAIRS {
+            let mut variables = ProblemVariables::new();
+            let counts: Vec<Vec<Variable>> = self
+                .members
+                .iter()
+                .zip(self.columns)
+                .map(|(member, c)| c.iter().map(|_| variables.add(variable().integer().min(0.0).max(member.2 as f64))).collect())
+                .collect();
+            let all = || counts.iter().zip(self.columns).flat_map(|(n, c)| n.iter().copied().zip(c));
+            // Solvers work best with numbers near one.
+            let total = |of: &dyn Fn(&Column) -> u64, most: u64| -> Expression { all().map(|(n, c)| of(c) as f64 / most.max(1) as f64 * n).sum() };
+            let slowest = sum(&|c| c.time, u64::max);
+            let mut model = variables.minimise(total(&|c| c.time, slowest)).using(default_solver);
+            for (member, counts) in self.members.iter().zip(&counts) {
+                let chosen: Expression = counts.iter().sum();
+                model = model.with(constraint!(chosen == member.2 as f64));
+            }
+            // Rows that nothing could break are left out.
+            let rows: [(&dyn Fn(&Column) -> u64, u64, u64); 4] = [
+                (&|c| c.bytes, free, self.free),
+                (&|c| c.end, self.limit, self.limit),
+                (&joint, self.joint, self.joint),
+                (&|c| c.time, below, below),
+            ];
+            for (of, most, unit) in rows {
+                if sum(of, u64::max) > most {
+                    model = model.with(constraint!(total(of, unit) <= most as f64 / unit.max(1) as f64));
+                }
+            }
+            let solution = match model.solve() {
+                Ok(solution) => solution,
+                Err(ResolutionError::Infeasible) => return Ok(None),
+                Err(why) => return Err(SolverFault(why.to_string())),
+            };
+            let (mut run, mut bytes) = (Run { time: 0, end: 0, counts: Vec::new() }, 0);
+            for ((member, counts), columns) in self.members.iter().zip(&counts).zip(self.columns) {
+                for (&n, column) in counts.iter().zip(columns) {
+                    let count = solution.value(n).round().max(0.0) as u64;
+                    if count > 0 {
+                        (run.time, run.end, bytes) = (run.time + count * column.time, run.end + count * column.end, bytes + count * column.bytes);
+                        run.counts.push((*member, column.choice, count as usize));
+                    }
+                }
+            }
+            if bytes <= self.free {
+                let kept = run.end <= self.limit && m * run.time + run.end < self.joint && run.time < below;
+                return Ok(kept.then_some(run));
+            }
+            free = free.saturating_sub(bytes - self.free);
+        }
+        Err(SolverFault("sizes too near the room".into()))
     }
 }
 

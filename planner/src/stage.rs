@@ -179,19 +179,47 @@ impl<'a> Store<'a> {
             return self.single((kind, home, in_flight), room, message, outlook);
         }
         let mut points = Vec::new();
-        self.each_bound(bag, in_flight, room, message, outlook, Workspaces::Likely, |shelves, _, lp| {
-            let (mut time, mut end, mut counts) = (message, 0, Vec::new());
+        self.each_bound(bag, in_flight, room, message, outlook, Workspaces::Likely, |shelves, free, lp| {
+            let mut chosen: Vec<(usize, Item, usize)> = Vec::new();
             for (at, (corners, shelf)) in lp.corners.iter().zip(shelves).enumerate() {
                 for &(corner, count) in corners.iter().filter(|c| c.1 > 0) {
                     let choice = shelf.joint[corner].2;
-                    let load = shelf.load(choice);
-                    (time, end) = (time + count as u64 * load.time, end + count as u64 * load.end);
-                    counts.push((at, choice, count));
+                    chosen.push((at, (shelf.load(choice), choice), count));
                 }
             }
+            self.fill(&mut chosen, shelves, free);
+            let sum = |of: fn(&Load) -> u64| chosen.iter().map(|(_, (load, _), count)| *count as u64 * of(load)).sum::<u64>();
+            let (time, end) = (message + sum(|l| l.time), sum(|l| l.end));
+            let counts: Vec<(usize, u32, usize)> = chosen.iter().map(|&(at, (_, choice), count)| (at, choice, count)).collect();
             points.push(Point { time, end, counts: counts.into() });
         });
         pareto(points)
+    }
+
+    /// Spends the bytes that rounding left: one layer after another takes the choice that saves most and still fits.
+    fn fill(&self, chosen: &mut Vec<(usize, Item, usize)>, shelves: &[Rc<Shelf>], free: u64) {
+        let cost = |l: &Load| self.micro_batches * l.time + l.end;
+        let mut used: u64 = chosen.iter().map(|(_, (load, _), count)| *count as u64 * load.bytes).sum();
+        loop {
+            let mut best: Option<(u64, usize, Item)> = None;
+            for (place, (at, (was, _), _)) in chosen.iter().enumerate() {
+                for &(load, choice) in &shelves[*at].items {
+                    let saved = cost(was).saturating_sub(cost(&load));
+                    if saved > best.map_or(0, |b| b.0) && used - was.bytes + load.bytes <= free {
+                        best = Some((saved, place, (load, choice)));
+                    }
+                }
+            }
+            let Some((_, place, item)) = best else { break };
+            let (at, was, _) = chosen[place];
+            used = used - was.0.bytes + item.0.bytes;
+            chosen[place].2 -= 1;
+            match chosen.iter_mut().find(|c| c.0 == at && c.1 == item) {
+                Some(same) => same.2 += 1,
+                None => chosen.push((at, item, 1)),
+            }
+            chosen.retain(|c| c.2 > 0);
+        }
     }
 
     /// The Pareto set of a bag, `message` included in every time, as far as it can be part of a wanted plan.

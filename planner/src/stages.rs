@@ -4,7 +4,7 @@
 //! 1. *Relaxed*: with every stage at its linear relaxation, the least sum, slowest stage and longest end of all stages before and behind each stage. A stage that cannot
 //!    be part of a plan below the incumbent is left out of what follows; if none is left, that is the proof that the tuple holds nothing better.
 //! 2. *Rounded*: with every stage at a plan that can be run and is nearly its best. It only lowers the incumbent.
-//! 3. *Exact*: with every stage's Pareto set. A label is (sum of stage times, slowest stage, longest end of step); one that another matches in all three is dropped, and so is
+//! 3. *Exact*, in steps from the lower bound up to the incumbent: with every stage's Pareto set. A label is (sum of stage times, slowest stage, longest end of step); one that another matches in all three is dropped, and so is
 //!    one whose completion cannot beat the incumbent.
 //!
 //! What a stage contains is a bag of layers, so stages with equal bags, room and outlook are solved once.
@@ -15,6 +15,9 @@ use crate::stage::{Front, Group, Outlook, Point, Relaxed, Store, least_arena, so
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
+
+/// Parts of the way from the lower bound to the incumbent up to which plans are looked for, as powers of a half.
+const STEPS: [u32; 4] = [6, 4, 2, 0];
 
 /// The best plan found for a tuple.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -149,26 +152,30 @@ impl<'a> Stages<'a> {
             Rc::new(Front { points, complete: true })
         });
         let cut = rounded.as_ref().map_or(cut, |s| s.objective);
-        let candidates = match rounded {
-            Some(_) => self.relaxed(cut),
-            None => Some(candidates),
-        };
-        let Some(candidates) = candidates else { return Solved { best: rounded, bound: cut } };
-        let mut known: HashMap<(Rc<[Group]>, u64, u64, u64, Outlook), Rc<Front>> = HashMap::new();
-        let mut complete = true;
-        let exact = self.combine(&candidates, cut, |store, stage, c| {
-            let (room, in_flight) = (self.rooms[stage], self.menus.tuple.in_flight(stage as u64));
-            let key = (Rc::clone(&c.bag), in_flight, room, c.message, c.outlook);
-            let front = known.entry(key).or_insert_with(|| Rc::new(store.front(&c.bag, in_flight, room, c.message, &c.outlook)));
-            complete &= front.complete;
-            Rc::clone(front)
-        });
-        let best = exact.or(rounded);
-        let found = best.as_ref().map_or(cut, |s| s.objective);
         // Every plan has one candidate of each stage.
-        let weakest = |row: &Vec<Candidate>| row.iter().map(|c| c.bound).min().unwrap_or(found);
-        let bound = if complete { found } else { candidates.iter().map(weakest).max().unwrap_or(found).min(found) };
-        Solved { best, bound }
+        let floor = |rows: &[Vec<Candidate>]| rows.iter().filter_map(|row| row.iter().map(|c| c.bound).min()).max().unwrap_or(cut);
+        let low = floor(&candidates).min(cut);
+        for shift in STEPS {
+            // Plans far below the cut are looked for first: what is found there is the best, and far fewer labels are hopeful.
+            let near = low + ((cut - low) >> shift);
+            let Some(candidates) = self.relaxed(near) else { continue };
+            let mut known: HashMap<(Rc<[Group]>, u64, u64, u64, Outlook), Rc<Front>> = HashMap::new();
+            let mut complete = true;
+            let exact = self.combine(&candidates, near, |store, stage, c| {
+                let (room, in_flight) = (self.rooms[stage], self.menus.tuple.in_flight(stage as u64));
+                let key = (Rc::clone(&c.bag), in_flight, room, c.message, c.outlook);
+                let front = known.entry(key).or_insert_with(|| Rc::new(store.front(&c.bag, in_flight, room, c.message, &c.outlook)));
+                complete &= front.complete;
+                Rc::clone(front)
+            });
+            if exact.is_some() || !complete {
+                let best = exact.or(rounded);
+                let found = best.as_ref().map_or(cut, |s| s.objective);
+                let bound = if complete { found } else { floor(&candidates).min(found) };
+                return Solved { best, bound };
+            }
+        }
+        Solved { best: rounded, bound: cut }
     }
 
     /// For each stage, the layers it may hold in a plan below the cut; nothing if there is no such plan.

@@ -13,6 +13,7 @@ use dplan_ir::plan::Clip;
 use dplan_ir::program::Role;
 use dplan_planner::machine::Machine;
 use dplan_planner::pins::Pins;
+use dplan_planner::request::Solver;
 use std::sync::Arc;
 
 const STEPS: u64 = 8;
@@ -33,6 +34,7 @@ fn train(config: &str, ranks: u64, compute: DType, pins: &str) -> (Vec<f64>, Vec
         clip: Clip::GlobalNorm,
         pins: Pins::parse(pins).unwrap(),
         memory_limit: None,
+        solver: Solver::Exact,
         deadline: None,
     };
     let file = compile(&model.graph, &options).unwrap_or_else(|e| panic!("{pins}: {e}")).file;

@@ -2,7 +2,7 @@
 
 use super::output::{self, gib, seconds};
 use super::{Outcome, Result, args, report};
-use crate::planfile::{PlanFile, assignment_text, recompute_name};
+use crate::planfile::{PlanFile, assignment_text};
 use anyhow::Context;
 use dplan_ir::layers;
 use dplan_ir::plan::{Gathered, LayerPlan};
@@ -75,7 +75,7 @@ fn request<'a>(file: &'a PlanFile, classes: &'a [u32], pins: Pins, args: &Args) 
 /// A note for people: what was chosen and costs, the next best, and what memory forbids.
 fn text(file: &PlanFile, note: &Note, chosen: &Prediction) -> String {
     let span = if note.first == note.last { format!("layer {}", note.first) } else { format!("layers {}-{}", note.first, note.last) };
-    let mut out = format!("{span} on stage {}: zero {} recompute {}", note.stage, note.plan.zero.0, recompute_name(note.plan.recompute));
+    let mut out = format!("{span} on stage {}: zero {} recompute {}", note.stage, note.plan.zero.0, note.plan.recompute.name());
     let each = if note.first == note.last { "" } else { " each" };
     let (time, end) = (seconds(note.time.seconds()), seconds(note.end.seconds()));
     let _ = writeln!(out, "; {time} a micro-batch and {end} at the end of the step{each}");
@@ -104,7 +104,7 @@ fn object(file: &PlanFile, note: &Note, chosen: &Prediction) -> Value {
     };
     json!({
         "layers": [note.first, note.last], "stage": note.stage,
-        "zero": note.plan.zero.0, "recompute": recompute_name(note.plan.recompute),
+        "zero": note.plan.zero.0, "recompute": note.plan.recompute.name(),
         "micro_batch_seconds": note.time.seconds(), "end_seconds": note.end.seconds(),
         "states_bytes": note.states.0, "frame_bytes": note.frame.0, "arena_bytes": note.arena.0,
         "next": note.next.as_ref().map(other), "denied": note.denied.as_ref().map(other),
@@ -122,7 +122,7 @@ fn change(file: &PlanFile, note: &Note, other: &LayerPlan) -> String {
         parts.push(format!("zero {} -> {}", was.zero.0, other.zero.0));
     }
     if was.recompute != other.recompute {
-        parts.push(format!("recompute {} -> {}", recompute_name(was.recompute), recompute_name(other.recompute)));
+        parts.push(format!("recompute {} -> {}", was.recompute.name(), other.recompute.name()));
     }
     if was.gathered != other.gathered {
         parts.push(match other.gathered {

@@ -9,6 +9,7 @@
 //!
 //! What a stage contains is a bag of layers, so stages with equal bags, room and outlook are solved once.
 
+use crate::expansion::Staircase;
 use crate::menu::{Choice, Menus};
 use crate::objective::{Home, StageTime, total};
 use crate::stage::{Front, Group, Outlook, Point, Relaxed, Store, least_arena, sorted};
@@ -476,11 +477,6 @@ impl<'a> Stages<'a> {
 /// Labels that no other matches in sum, slowest and end; of equal ones the first.
 fn pareto(labels: &mut Vec<Label>) {
     labels.sort_by_key(|l| (l.sum, l.slowest, l.end));
-    let mut kept: Vec<Label> = Vec::new();
-    for label in labels.drain(..) {
-        if !kept.iter().any(|k| k.slowest <= label.slowest && k.end <= label.end) {
-            kept.push(label);
-        }
-    }
-    *labels = kept;
+    let mut stairs = Staircase::default();
+    labels.retain(|l| stairs.admits(l.slowest, l.end));
 }

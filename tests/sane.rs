@@ -59,7 +59,7 @@ fn a_model_that_fits_with_room_is_trained_by_data_parallelism() {
 fn tensor_parallelism_stays_inside_nodes_on_slow_networks() {
     let mut machine = cluster("h100:8x8");
     machine.inter.bandwidth = PerSecond(machine.inter.bandwidth.0 / 4);
-    let (plan, _) = plan_on(&import(LLAMA_70B, 4096), machine, 256, "cp=1");
+    let (plan, _) = plan_on(&import(LLAMA_70B, 4096), machine, 256, "cp=1,pp=1+2+4,micro=1+2");
     assert!(plan.tp <= 8, "tp {}", plan.tp);
 }
 

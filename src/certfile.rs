@@ -172,6 +172,7 @@ fn how_text(how: How) -> (&'static str, u64) {
         How::Nothing(incumbent) => ("nothing-below", incumbent),
         How::Best(value) => ("best", value),
         How::Impossible => ("impossible", 0),
+        How::Crowded => ("crowded", 0),
         How::Twin(at) => ("twin", at as u64),
         How::Open(bound) => ("open", bound),
     }
@@ -185,6 +186,7 @@ fn how_from(name: &str, number: u64) -> Option<How> {
         "nothing-below" => How::Nothing(number),
         "best" => How::Best(number),
         "impossible" => How::Impossible,
+        "crowded" => How::Crowded,
         "twin" => How::Twin(usize::try_from(number).ok()?),
         "open" => How::Open(number),
         _ => return None,
@@ -210,7 +212,8 @@ mod tests {
             padding,
         };
         assert_eq!(tuple_text(&tuple(0)), EXAMPLE);
-        let hows = [How::Floor(1), How::Trend(2), How::Bound(3), How::Nothing(4), How::Best(5), How::Impossible, How::Twin(1), How::Open(6)];
+        let hows =
+            [How::Floor(1), How::Trend(2), How::Bound(3), How::Nothing(4), How::Best(5), How::Impossible, How::Crowded, How::Twin(1), How::Open(6)];
         let closed: Vec<Closed> = hows.iter().zip(0..).map(|(&how, padding)| Closed { tuple: tuple(padding), how }).collect();
         let pins = Pins::parse("tp=1+2,zero=3").unwrap();
         let certificate = Certificate { batch: 8, pins, memory_limit: Some(Bytes(7)), objective: 5, lower_bound: 5, closed };

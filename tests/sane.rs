@@ -54,15 +54,6 @@ fn a_model_that_fits_with_room_is_trained_by_data_parallelism() {
     assert!(blocks(&plan).all(|(zero, recompute)| zero <= Zero(1) && recompute == Recompute::None), "{:?}", plan.options);
 }
 
-/// Tensor parallelism talks in every layer; a network ten times slower than the links inside a node would be waited for all the time.
-#[test]
-fn tensor_parallelism_stays_inside_nodes_on_slow_networks() {
-    let mut machine = cluster("h100:8x8");
-    machine.inter.bandwidth = PerSecond(machine.inter.bandwidth.0 / 4);
-    let (plan, _) = plan_on(&import(LLAMA_70B, 4096), machine, 256, "cp=1,pp=1+2+4,micro=1+2");
-    assert!(plan.tp <= 8, "tp {}", plan.tp);
-}
-
 /// Gathering parameters in every pass and computing twice cost time, and only memory pays for them.
 #[test]
 fn parameters_are_sharded_and_layers_recomputed_only_when_memory_asks() {

@@ -76,7 +76,7 @@ pub fn check(problem: &Problem, prices: &mut dyn Prices, objective: u64, lower_b
             }
             How::Open(claimed) if claimed < lower_bound => faults.push(Fault::Low { tuple, claimed, objective: lower_bound }),
             How::Open(claimed) => {
-                let floor = quickest(problem, &tuple, |class| prices.floor(class, tuple.cp * tuple.tp, tuple.micro_batch).0);
+                let floor = quickest(problem, &tuple, |class| prices.floor(class, tuple.shape()).0);
                 let found = if floor < lower_bound { weights(problem, prices, &tuple).unwrap_or(u64::MAX) } else { floor };
                 if found >= lower_bound {
                     checked.recomputed += 1;
@@ -133,7 +133,7 @@ fn record(checked: &mut Checked, faults: &mut Vec<Fault>, tuple: Tuple, claimed:
 }
 
 /// Whether some stage would have to keep more layer inputs than it has room for, however the layers are shared out.
-fn is_crowded(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple) -> bool {
+pub(crate) fn is_crowded(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple) -> bool {
     let inputs: Vec<u64> = (1..problem.layers.len() as u32).map(|layer| prices.boundary_bytes(layer - 1, tuple.shape())).collect();
     let smallest = inputs.iter().copied().min().unwrap_or(0);
     let mut left = inputs.len() as u64;

@@ -15,7 +15,7 @@
 //!
 //! The solver is right to about seven digits; what it finds is counted again in whole nanoseconds and bytes.
 
-use crate::certificate::{quickest, weights};
+use crate::certificate::{is_crowded, quickest, weights};
 use crate::menu::Menus;
 use crate::objective::Home;
 use crate::prices::Prices;
@@ -114,13 +114,18 @@ pub fn best_below(menus: &Menus, layers: &[usize], budget: u64, cut: u64) -> Res
 /// If the solver fails.
 pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bool) -> Result<Outcome, SolverFault> {
     let space = tuples(prices, problem.devices, problem.batch, &problem.pins);
-    let largest = largest(&space);
+    let mut closed: Vec<Closed> = space.iter().map(|&tuple| Closed { tuple, how: How::Open(0) }).collect();
+    for closed in &mut closed {
+        if is_crowded(problem, prices, &closed.tuple) {
+            closed.how = How::Crowded;
+        }
+    }
+    let largest = largest(closed.iter().filter(|c| c.how != How::Crowded).map(|c| &c.tuple));
     let mut order: Vec<(u64, usize)> = Vec::new();
-    for (at, tuple) in space.iter().enumerate() {
-        order.push((quickest(problem, tuple, |class| prices.floor(class, tuple.cp * tuple.tp, tuple.micro_batch).0), at));
+    for (at, tuple) in space.iter().enumerate().filter(|&(at, _)| closed[at].how != How::Crowded) {
+        order.push((quickest(problem, tuple, |class| prices.floor(class, tuple.shape()).0), at));
     }
     order.sort_unstable();
-    let mut closed: Vec<Closed> = space.iter().map(|&tuple| Closed { tuple, how: How::Open(0) }).collect();
     let (mut best, mut objective, mut solved, mut lower_bound): (Option<Found>, u64, usize, Option<u64>) = (None, NEVER, 0, None);
     for (floor, at) in order {
         let tuple = space[at];

@@ -5,6 +5,7 @@ use std::str::FromStr;
 use anyhow::{Context, bail, ensure};
 use dplan_planner::machine::Machine;
 use dplan_planner::pins::Pins;
+use dplan_planner::request::Solver;
 
 use crate::compile::{self, CompileError, Compiled};
 use crate::planfile::PlanFile;
@@ -86,6 +87,7 @@ pub fn replan(file: &PlanFile, devices: u64) -> anyhow::Result<PlanFile> {
             clip: file.plan.clip,
             pins: Pins::default(),
             memory_limit: None,
+            solver: Solver::Exact,
             deadline: None,
         };
         match compile::compile(&forward, &options) {

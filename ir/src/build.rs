@@ -43,9 +43,9 @@ impl Builder {
         let mut results = infer::results(&op, &types).map_err(|why| format!("`{name}`: {why}"))?;
         if op == Op::Dispatch
             && let Some(NodeId(gate)) = self.graph.producer(inputs[1])
-            && let Op::TopKGate { k, .. } = self.graph.nodes[NodeId(gate)].op
+            && let Op::TopKGate(router) = self.graph.nodes[NodeId(gate)].op
         {
-            results[0].layout = Layout::TopK { k };
+            results[0].layout = Layout::TopK { k: router.k };
         }
         Ok(self.typed_node(name, op, inputs, results, Phase::Forward, None))
     }

@@ -62,7 +62,7 @@ pub fn op_cost(op: &Op, ins: &[&LocalType], outs: &[&LocalType]) -> OpCost {
             let flops = 2 * m * n * k * batch;
             OpCost { flops, bytes, unit: Unit::Matrix { m, n, k } }
         }
-        Op::Attention(a) => attention(a.mask, ins, 4, bytes),
+        Op::Attention(a) | Op::AttentionSink(a) => attention(a.mask, ins, 4, bytes),
         Op::AttentionGrad(a) => attention(a.mask, ins, 10, bytes),
         Op::AddBias | Op::SumLeading { .. } | Op::Add | Op::Sub | Op::Neg | Op::AddPosition | Op::AddPositionGrad | Op::Mean | Op::MeanGrad => {
             vector(1)
@@ -79,7 +79,10 @@ pub fn op_cost(op: &Op, ins: &[&LocalType], outs: &[&LocalType]) -> OpCost {
         }
         Op::EmbedGrad => OpCost { flops: ins[1].elems(), bytes: 2 * ins[1].bytes() + ins[0].bytes() + outs[0].bytes(), unit: Unit::Vector },
         Op::CeStats | Op::CeStatsGrad => vector(5),
-        Op::TopKGate { .. } | Op::TopKGateGrad { .. } => vector(10),
+        Op::SinkGrad => vector(3),
+        Op::Append | Op::AppendGradHead | Op::AppendGradTail | Op::CorrectionGrad => vector(1),
+        Op::TopKGate(_) | Op::TopKGateGrad(_) => vector(10),
+        Op::AddExpertBias | Op::ExpertBiasGrad => vector(1),
         Op::Dispatch | Op::Undispatch | Op::Combine | Op::CombineGradRows | Op::CombineGradGate => vector(2),
     }
 }
@@ -92,7 +95,7 @@ pub fn is_cheap(op: &Op) -> bool {
 /// Working memory an op may use on one rank, bytes: a bound that every kernel keeps.
 pub fn workspace_bytes(op: &Op, ins: &[&LocalType]) -> u64 {
     match op {
-        Op::Attention(_) | Op::AttentionGrad(_) => {
+        Op::Attention(_) | Op::AttentionGrad(_) | Op::AttentionSink(_) => {
             let keys = ins[1].dims[1];
             2 * ATTENTION_ROWS.min(ins[0].dims[1]) * keys * ins[0].dtype.accumulator().size()
         }

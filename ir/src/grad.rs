@@ -15,7 +15,7 @@
 
 use crate::entity::{NodeId, ParamId, Table, ValueId};
 use crate::graph::{Def, Graph, Node, Phase, Type, Value};
-use crate::op::{Op, Rope, Rotation, Spec};
+use crate::op::{Correction, Op, Rope, Rotation, Spec};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Why a graph has no derivative.
@@ -104,7 +104,8 @@ fn active_uses(graph: &Graph, loss: ValueId) -> Result<BTreeMap<ValueId, Vec<Use
 fn has_derivative(op: &Op, at: usize) -> bool {
     match op {
         Op::Embed | Op::CeStats | Op::Dispatch | Op::Undispatch => at == 0,
-        Op::ExpertEinsum(_) => at < 2,
+        Op::ExpertEinsum(_) | Op::AddExpertBias => at < 2,
+        Op::ExpertBiasGrad => at == 0,
         Op::CeStatsGrad => at != 1,
         Op::EmbedGrad => at == 1,
         Op::Einsum(_)
@@ -130,8 +131,14 @@ fn has_derivative(op: &Op, at: usize) -> bool {
         | Op::AddPositionGrad
         | Op::Mean
         | Op::MeanGrad
-        | Op::TopKGate { .. }
-        | Op::TopKGateGrad { .. }
+        | Op::AttentionSink(_)
+        | Op::SinkGrad
+        | Op::Append
+        | Op::AppendGradHead
+        | Op::AppendGradTail
+        | Op::TopKGate(_)
+        | Op::TopKGateGrad(_)
+        | Op::CorrectionGrad
         | Op::Combine
         | Op::CombineGradRows
         | Op::CombineGradGate => true,
@@ -230,14 +237,29 @@ impl Backward {
                 self.emit(id, Op::Rope(Rope { rotation, ..rope.clone() }), &[dy], &[0]);
             }
             Op::Attention(a) => self.emit(id, Op::AttentionGrad(*a), &[x(0), x(1), x(2), y(0), y(1), dy], &[0, 1, 2]),
+            Op::AttentionSink(a) => {
+                self.emit(id, Op::AttentionGrad(*a), &[x(0), x(1), x(2), y(0), y(1), dy], &[0, 1, 2]);
+                self.emit(id, Op::SinkGrad, &[x(3), y(0), y(1), dy], &[3]);
+            }
+            Op::Append => {
+                self.emit(id, Op::AppendGradHead, &[dy], &[0]);
+                self.emit(id, Op::AppendGradTail, &[dy], &[1]);
+            }
             Op::Embed => self.emit(id, Op::EmbedGrad, &[x(1), dy], &[0]),
             Op::AddPosition => {
                 self.pass(id, 0, dy);
                 self.emit(id, Op::AddPositionGrad, &[dy], &[1]);
             }
             Op::CeStats => self.emit(id, Op::CeStatsGrad, &[x(0), x(1), y(0), dy, self.cotangents[&y(1)]], &[0]),
-            Op::TopKGate { k, renormalize } => {
-                self.emit(id, Op::TopKGateGrad { k: *k, renormalize: *renormalize }, &[x(0), y(0), dy], &[0]);
+            Op::TopKGate(router) => {
+                self.emit(id, Op::TopKGateGrad(*router), &[x(0), y(0), dy], &[0]);
+                if router.correction == Correction::Added {
+                    self.emit(id, Op::CorrectionGrad, &[dy], &[1]);
+                }
+            }
+            Op::AddExpertBias => {
+                self.pass(id, 0, dy);
+                self.emit(id, Op::ExpertBiasGrad, &[dy, x(2)], &[1]);
             }
             Op::Dispatch => self.emit(id, Op::Undispatch, &[dy, x(1)], &[0]),
             Op::Undispatch => self.emit(id, Op::Dispatch, &[dy, x(1)], &[0]),
@@ -258,7 +280,12 @@ impl Backward {
             | Op::EmbedGrad
             | Op::AddPositionGrad
             | Op::CeStatsGrad
-            | Op::TopKGateGrad { .. }
+            | Op::SinkGrad
+            | Op::AppendGradHead
+            | Op::AppendGradTail
+            | Op::TopKGateGrad(_)
+            | Op::CorrectionGrad
+            | Op::ExpertBiasGrad
             | Op::CombineGradRows
             | Op::CombineGradGate => return Err(GradError::NotDifferentiable { result: name_of(self, y(0)) }),
         }

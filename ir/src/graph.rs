@@ -17,6 +17,7 @@ use crate::dtype::DType;
 use crate::entity::{DimId, NodeId, ParamId, Table, ValueId};
 use crate::op::Op;
 use crate::order::Order;
+use std::collections::BTreeSet;
 
 /// A named logical dimension.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -160,7 +161,14 @@ impl Graph {
     }
     /// Trainable elements, each counted once.
     pub fn param_count(&self) -> u64 {
-        self.params.values().map(|p| self.shape(p.value).iter().product::<u64>()).sum()
+        let fixed = self.fixed_params();
+        self.params.iter().filter(|(p, _)| !fixed.contains(p)).map(|(_, p)| self.shape(p.value).iter().product::<u64>()).sum()
+    }
+    /// Parameters that only correct which experts are chosen: stored and loaded like others, but their gradient is always zero, nothing else may change them,
+    /// and they do not count as parameters of the model.
+    pub fn fixed_params(&self) -> BTreeSet<ParamId> {
+        let corrections = self.forward_nodes().filter(|(_, n)| matches!(n.op, Op::TopKGate(_))).filter_map(|(_, n)| n.inputs.get(1));
+        corrections.filter_map(|&v| self.param_of(v)).collect()
     }
     /// Number of layers (embedding and head included).
     pub fn layer_count(&self) -> u32 {

@@ -7,14 +7,19 @@
 use crate::dtype::DType;
 use crate::entity::DimId;
 use crate::graph::{Layout, Type};
-use crate::op::Op;
+use crate::op::{Correction, Op};
 use crate::rule::rule;
 
 /// Number of operands and results.
 pub fn arity(op: &Op) -> (usize, usize) {
     match op {
         Op::MeanGrad => (0, 1),
-        Op::SumLeading { .. } | Op::Neg | Op::Act(_) | Op::Rope(_) | Op::AddPositionGrad | Op::Mean | Op::TopKGate { .. } => (1, 1),
+        Op::SumLeading { .. } | Op::Neg | Op::Act(_) | Op::Rope(_) | Op::AddPositionGrad | Op::Mean => (1, 1),
+        Op::AppendGradHead | Op::AppendGradTail | Op::CorrectionGrad => (1, 1),
+        Op::TopKGate(router) => match router.correction {
+            Correction::No => (1, 1),
+            Correction::Added => (2, 1),
+        },
         Op::CeStats => (2, 2),
         Op::LayerNormGradWeight { .. } => (2, 2),
         Op::Einsum(_)
@@ -31,15 +36,20 @@ pub fn arity(op: &Op) -> (usize, usize) {
         | Op::Dispatch
         | Op::Undispatch
         | Op::Combine
-        | Op::CombineGradRows => (2, 1),
+        | Op::CombineGradRows
+        | Op::Append
+        | Op::ExpertBiasGrad => (2, 1),
         Op::GatedGrad(_) => (3, 2),
         Op::Attention(_) => (3, 2),
         Op::RmsNormGradInput { .. }
         | Op::LayerNorm { .. }
         | Op::LayerNormGradInput { .. }
-        | Op::TopKGateGrad { .. }
+        | Op::TopKGateGrad(_)
         | Op::ExpertEinsum(_)
+        | Op::AddExpertBias
         | Op::CombineGradGate => (3, 1),
+        Op::SinkGrad => (4, 1),
+        Op::AttentionSink(_) => (4, 2),
         Op::CeStatsGrad => (5, 1),
         Op::AttentionGrad(_) => (6, 3),
     }
@@ -77,13 +87,14 @@ pub fn results(op: &Op, ins: &[&Type]) -> Result<Vec<Type>, String> {
         | Op::LayerNormGradInput { .. }
         | Op::Rope(_)
         | Op::AddPosition
-        | Op::TopKGate { .. }
-        | Op::TopKGateGrad { .. }
+        | Op::TopKGate(_)
+        | Op::TopKGateGrad(_)
+        | Op::AddExpertBias
         | Op::CeStatsGrad => vec![like(0)],
         Op::GatedGrad(_) | Op::AttentionGrad(_) => (0..arity(op).1).map(like).collect(),
         Op::SumLeading { keep } => vec![acc(&ins[0].dims[ins[0].dims.len() - *keep as usize..])],
         Op::RmsNormGradWeight { .. } | Op::LayerNormGradWeight { .. } => vec![acc(&ins[0].dims[ins[0].dims.len() - 1..]); arity(op).1],
-        Op::Attention(_) => {
+        Op::Attention(_) | Op::AttentionSink(_) => {
             let (q, v) = (ins[0], ins[2]);
             let o: Vec<DimId> = q.dims[..4].iter().copied().chain([v.dims[3]]).collect();
             vec![Type::dense(q.dtype, o), acc(&q.dims[..4])]
@@ -97,7 +108,12 @@ pub fn results(op: &Op, ins: &[&Type]) -> Result<Vec<Type>, String> {
         }
         Op::Undispatch | Op::Combine => vec![Type::dense(ins[0].dtype, vec![ins[0].dims[0], ins[0].dims[1], ins[0].dims[3]])],
         Op::CombineGradGate => vec![like(2)],
-        Op::EmbedGrad | Op::AddPositionGrad | Op::MeanGrad => return Err("its result type does not follow from its operands".into()),
+        Op::SinkGrad => vec![acc(&ins[0].dims)],
+        Op::CorrectionGrad => vec![acc(&ins[0].dims[2..])],
+        Op::ExpertBiasGrad => vec![acc(&ins[0].dims[2..])],
+        Op::EmbedGrad | Op::AddPositionGrad | Op::MeanGrad | Op::Append | Op::AppendGradHead | Op::AppendGradTail => {
+            return Err("its result type does not follow from its operands".into());
+        }
     };
     let refs: Vec<&Type> = outs.iter().collect();
     check(op, ins, &refs).map(|()| outs)
@@ -158,6 +174,8 @@ fn is_routed(op: &Op) -> bool {
         Op::Dispatch
             | Op::Undispatch
             | Op::ExpertEinsum(_)
+            | Op::AddExpertBias
+            | Op::ExpertBiasGrad
             | Op::Combine
             | Op::CombineGradRows
             | Op::CombineGradGate
@@ -176,17 +194,20 @@ fn ranks(op: &Op, ins: &[&Type]) -> Result<(), String> {
         Op::AddBias => &[(0, 1..=26), (1, 0..=ins[0].dims.len())],
         Op::SumLeading { keep } => &[(0, *keep as usize..=26)],
         Op::Rope(_) => &[(0, 3..=26)],
-        Op::Attention(_) | Op::AttentionGrad(_) => &[(0, 5..=5), (1, 4..=4), (2, 4..=4)],
+        Op::Attention(_) | Op::AttentionGrad(_) | Op::AttentionSink(_) => &[(0, 5..=5), (1, 4..=4), (2, 4..=4)],
+        Op::SinkGrad => &[(0, 2..=2), (1, 5..=5)],
+        Op::Append => &[(0, 4..=4), (1, 3..=3)],
+        Op::AppendGradHead | Op::AppendGradTail => &[(0, 4..=4)],
+        Op::AddExpertBias | Op::ExpertBiasGrad => &[(0, 4..=4)],
+        Op::RmsNorm { .. } | Op::RmsNormGradInput { .. } => &[(0, 1..=26), (1, 1..=ins[0].dims.len())],
         Op::Embed => &[(0, 2..=2), (1, 2..=2)],
         Op::EmbedGrad => &[(0, 2..=2), (1, 3..=3)],
         Op::AddPosition => &[(0, 3..=3), (1, 2..=2)],
         Op::AddPositionGrad => &[(0, 3..=3)],
-        Op::TopKGate { .. } | Op::TopKGateGrad { .. } => &[(0, 3..=3)],
+        Op::TopKGate(_) | Op::TopKGateGrad(_) | Op::CorrectionGrad => &[(0, 3..=3)],
         Op::Dispatch | Op::CombineGradRows | Op::CombineGradGate => &[(0, 3..=3)],
         Op::Undispatch | Op::Combine => &[(0, 4..=4), (1, 3..=3)],
-        Op::RmsNorm { .. }
-        | Op::RmsNormGradInput { .. }
-        | Op::RmsNormGradWeight { .. }
+        Op::RmsNormGradWeight { .. }
         | Op::LayerNorm { .. }
         | Op::LayerNormGradInput { .. }
         | Op::LayerNormGradWeight { .. }

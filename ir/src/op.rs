@@ -14,6 +14,16 @@ pub enum Activation {
     /// GPT-2's tanh approximation of GELU.
     GeluTanh,
     Relu,
+    /// x · sigmoid(1.702 x).
+    QuickGelu,
+    /// x, but at most `limit`, and at least `−limit`.
+    Clamp {
+        limit: u32,
+    },
+    /// x, but at most `limit`.
+    ClampAbove {
+        limit: u32,
+    },
 }
 
 /// Scalars that change from step to step, given to every rank when a step starts.
@@ -30,12 +40,45 @@ pub enum Rotation {
     Inverse,
 }
 
-/// Rotary position embedding (arXiv:2104.09864), in the half-split form of Hugging Face: dim `i` pairs with `i + d/2`.
+/// Which elements of the rotated part, of `2n` elements, make a pair.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Pairs {
+    /// `i` with `i + n`, the form of Hugging Face.
+    Halves,
+    /// `2i` with `2i + 1`, the form of the paper.
+    Neighbours,
+}
+
+/// Rotary position embedding (arXiv:2104.09864) of a part of each vector; the rest stays as it is.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Rope {
     pub rotation: Rotation,
-    /// Angle per position of each pair, length d/2 (any llama3 scaling already applied).
+    pub pairs: Pairs,
+    /// First element that is rotated.
+    pub start: u64,
+    /// Factor on what is rotated: the attention factor of YaRN (arXiv:2309.00071).
+    pub scale: f64,
+    /// Angle per position of each pair (any scaling already applied).
     pub inv_freq: Vec<f64>,
+}
+
+impl Rope {
+    /// The rotation of whole vectors, of twice as many elements as there are frequencies, in halves.
+    pub fn whole(rotation: Rotation, inv_freq: Vec<f64>) -> Rope {
+        Rope { rotation, pairs: Pairs::Halves, start: 0, scale: 1.0, inv_freq }
+    }
+    /// The element behind the last that is rotated.
+    pub fn end(&self) -> u64 {
+        self.start.saturating_add(2 * self.inv_freq.len() as u64)
+    }
+    /// The two elements of pair `i`.
+    pub fn pair(&self, i: usize) -> (usize, usize) {
+        let start = self.start as usize;
+        match self.pairs {
+            Pairs::Halves => (start + i, start + i + self.inv_freq.len()),
+            Pairs::Neighbours => (start + 2 * i, start + 2 * i + 1),
+        }
+    }
 }
 
 /// Which keys a query sees.
@@ -113,10 +156,63 @@ impl Spec {
 /// Router normalisation after the top-k choice.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Renormalize {
-    /// Chosen probabilities are divided by their sum.
+    /// Chosen scores are divided by their sum.
     Yes,
-    /// Chosen probabilities stand as the softmax over all experts gave them.
+    /// Chosen scores stand as they are.
     No,
+}
+
+/// A router's score of each expert, from its logits.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Score {
+    /// Softmax over all experts.
+    Softmax,
+    /// Each expert by itself (DeepSeek-V3, arXiv:2412.19437).
+    Sigmoid,
+}
+
+/// Experts in equal groups, of which only the best are chosen from.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Groups {
+    pub count: u64,
+    pub kept: u64,
+    pub by: GroupScore,
+}
+
+/// How good a group is.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum GroupScore {
+    /// As its best expert.
+    Best,
+    /// As its two best experts together.
+    TwoBest,
+}
+
+/// Whether a bias of each expert is added to scores when experts are chosen, and only then: it balances the load without a gradient.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Correction {
+    No,
+    Added,
+}
+
+/// How a token chooses its experts, and their weights.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Router {
+    /// Experts of a token.
+    pub k: u64,
+    pub score: Score,
+    pub renormalize: Renormalize,
+    pub groups: Option<Groups>,
+    pub correction: Correction,
+    /// Factor on the weights.
+    pub scale: f64,
+}
+
+impl Router {
+    /// A softmax over all experts, and the `k` largest.
+    pub fn softmax(k: u64, renormalize: Renormalize) -> Router {
+        Router { k, score: Score::Softmax, renormalize, groups: None, correction: Correction::No, scale: 1.0 }
+    }
 }
 
 /// One operation.
@@ -142,7 +238,7 @@ pub enum Op {
     Gated(Activation),
     /// `(gate, up, dy) → (dgate, dup)`.
     GatedGrad(Activation),
-    /// `(x[…,h], w[h]) → x / rms(x) · w`.
+    /// `(x[…,h…], w[h…]) → x / rms(x) · w, the mean over all of w's dims, which are the last of x's`.
     RmsNorm { eps: f64 },
     /// `(x, w, dy) → dx`.
     RmsNormGradInput { eps: f64 },
@@ -159,8 +255,18 @@ pub enum Op {
     /// `(q[b,s,g,r,d], k[b,t,g,d], v[b,t,g,e]) → (o[b,s,g,r,e], lse[b,s,g,r])`. `g` are key/value heads, `r` query heads of each.
     /// Padding heads (`g` or `r` at or beyond its logical size) give o = 0 and lse = 0: a softmax of zero scores would not be zero.
     Attention(Attention),
-    /// `(q, k, v, o, lse, do) → (dq, dk, dv)`.
+    /// `(q, k, v, o, lse, do) → (dq, dk, dv)`. The derivative of `Attention` and, as its lse has the sink in it, of `AttentionSink`.
     AttentionGrad(Attention),
+    /// `(q, k, v, sink[g,r]) → (o, lse)`: as `Attention`, with one more key of score `sink` whose value is zero.
+    AttentionSink(Attention),
+    /// `(sink[g,r], o, lse, do) → dsink = −Σ over b, s of exp(sink − lse) · ⟨do, o⟩`.
+    SinkGrad,
+    /// `(x[b,t,g,n], y[b,t,m]) → [b,t,g,n+m]: each head's x, then y, the same for all heads`. Padding heads are zero.
+    Append,
+    /// `(dz[b,t,g,n+m]) → dx[b,t,g,n]`.
+    AppendGradHead,
+    /// `(dz[b,t,g,n+m]) → dy[b,t,m] = Σ over g`.
+    AppendGradTail,
     /// `(table[v,h], tokens[b,s]) → [b,s,h]`. Rows outside a rank's block of the table give zero.
     Embed,
     /// `(tokens[b,s], dy[b,s,h]) → dtable[v,h]`.
@@ -177,16 +283,22 @@ pub enum Op {
     Mean,
     /// () → a value full of InvTokens: the derivative of `Mean`.
     MeanGrad,
-    /// `(logits[b,s,e]) → gate[b,s,e]: softmax over e, the k largest kept (ties: lowest index), the rest zero`.
-    TopKGate { k: u64, renormalize: Renormalize },
+    /// `(logits[b,s,e]) → gate[b,s,e]: weights of the k best experts (ties: lowest index), the rest zero`; with a correction, `(logits, bias[e])`.
+    TopKGate(Router),
     /// `(logits, gate, dgate) → dlogits`.
-    TopKGateGrad { k: u64, renormalize: Renormalize },
+    TopKGateGrad(Router),
+    /// `(dgate[b,s,e]) → dbias[e] = 0`: the correction of a router changes which experts are chosen and nothing else.
+    CorrectionGrad,
     /// `(x[b,s,h], gate[b,s,e]) → rows[b,s,e,h] in top-k layout`.
     Dispatch,
     /// `(rows[b,s,e,h], gate) → Σ over e: [b,s,h]`. The derivative of `Dispatch`.
     Undispatch,
     /// (left, right, gate) → product by the spec, where operands or result with the letters `b s e` are in top-k layout.
     ExpertEinsum(Spec),
+    /// `(rows[b,s,e,f], bias[e,f], gate) → rows + the bias of their expert`.
+    AddExpertBias,
+    /// `(drows[b,s,e,f], gate) → dbias[e,f]`.
+    ExpertBiasGrad,
     /// `(rows[b,s,e,h], gate[b,s,e]) → Σ over e of gate · rows: [b,s,h]`.
     Combine,
     /// `(dy[b,s,h], gate) → drows[b,s,e,h] = gate · dy`.

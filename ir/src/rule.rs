@@ -10,7 +10,7 @@
 //! A factor that is `Whole` cannot be split. A factor that is `pad`-able keeps its meaning when its dim grows by zero elements.
 
 use crate::mesh::AxisSet;
-use crate::op::Op;
+use crate::op::{Correction, Op};
 use crate::sharding::{Monoid, Sharding};
 
 /// A letter.
@@ -146,13 +146,13 @@ pub fn rule(op: &Op, in_ranks: &[usize], out_ranks: &[usize]) -> Rule {
         Op::Add => Rule { linear: Linear::Yes, ..pointwise(Free) },
         Op::Sub | Op::Neg => pointwise(Free),
         Op::Act(_) | Op::ActGrad(_) | Op::Gated(_) | Op::GatedGrad(_) => pointwise(Free),
-        Op::RmsNorm { .. } => norm(&x, &["x", "w"], &["x"], Free),
-        Op::RmsNormGradInput { .. } => norm(&x, &["x", "w", "x"], &["x"], Free),
-        Op::RmsNormGradWeight { .. } => norm(&x, &["x", "x"], &["w"], Free),
+        Op::RmsNorm { .. } => norm(&x, in_ranks[1], &["x", "w"], &["x"], Free),
+        Op::RmsNormGradInput { .. } => norm(&x, in_ranks[1], &["x", "w", "x"], &["x"], Free),
+        Op::RmsNormGradWeight { .. } => norm(&x, out_ranks[0], &["x", "x"], &["w"], Free),
         // The bias of a layer norm would fill the padding of other dims, as in `AddBias`.
-        Op::LayerNorm { .. } => norm(&x, &["x", "w", "w"], &["x"], Exact),
-        Op::LayerNormGradInput { .. } => norm(&x, &["x", "w", "x"], &["x"], Exact),
-        Op::LayerNormGradWeight { .. } => norm(&x, &["x", "x"], &["w", "w"], Exact),
+        Op::LayerNorm { .. } => norm(&x, 1, &["x", "w", "w"], &["x"], Exact),
+        Op::LayerNormGradInput { .. } => norm(&x, 1, &["x", "w", "x"], &["x"], Exact),
+        Op::LayerNormGradWeight { .. } => norm(&x, 1, &["x", "x"], &["w", "w"], Exact),
         Op::Rope(_) => {
             let last = x.chars().last();
             build(std::slice::from_ref(&x), std::slice::from_ref(&x), |l| {
@@ -166,6 +166,11 @@ pub fn rule(op: &Op, in_ranks: &[usize], out_ranks: &[usize]) -> Rule {
             })
         }
         Op::Attention(_) => fixed(&["bsgrd", "btgd", "btge"], &["bsgre", "bsgr"], &attention_split),
+        Op::AttentionSink(_) => fixed(&["bsgrd", "btgd", "btge", "gr"], &["bsgre", "bsgr"], &attention_split),
+        Op::SinkGrad => fixed(&["gr", "bsgre", "bsgr", "bsgre"], &["gr"], &attention_split),
+        Op::Append => fixed(&["btgn", "btm"], &["btgd"], &append_split),
+        Op::AppendGradHead => fixed(&["btgd"], &["btgn"], &append_split),
+        Op::AppendGradTail => fixed(&["btgd"], &["btm"], &append_split),
         Op::AttentionGrad(_) => fixed(&["bsgrd", "btgd", "btge", "bsgre", "bsgr", "bsgre"], &["bsgrd", "btgd", "btge"], &attention_split),
         Op::Embed => fixed(&["vh", "bs"], &["bsh"], &tokens_exact),
         Op::EmbedGrad => fixed(&["bs", "bsh"], &["vh"], &tokens_exact),
@@ -184,11 +189,17 @@ pub fn rule(op: &Op, in_ranks: &[usize], out_ranks: &[usize]) -> Rule {
         }
         Op::Mean => build(&[x], &[String::new()], |_| Exact),
         Op::MeanGrad => build(&[], &[x], |_| Exact),
-        Op::TopKGate { .. } => fixed(&["bse"], &["bse"], &|l| if l == 'e' { Whole } else { Exact }),
-        Op::TopKGateGrad { .. } => fixed(&["bse", "bse", "bse"], &["bse"], &|l| if l == 'e' { Whole } else { Exact }),
+        Op::TopKGate(router) => match router.correction {
+            Correction::No => fixed(&["bse"], &["bse"], &|l| if l == 'e' { Whole } else { Exact }),
+            Correction::Added => fixed(&["bse", "e"], &["bse"], &|l| if l == 'e' { Whole } else { Exact }),
+        },
+        Op::CorrectionGrad => fixed(&["bse"], &["e"], &|l| if l == 'e' { Whole } else { Exact }),
+        Op::TopKGateGrad(_) => fixed(&["bse", "bse", "bse"], &["bse"], &|l| if l == 'e' { Whole } else { Exact }),
         Op::Dispatch | Op::CombineGradRows => fixed(&["bsh", "bse"], &["bseh"], &tokens_exact),
         Op::Undispatch | Op::Combine => fixed(&["bseh", "bse"], &["bsh"], &tokens_exact),
         Op::ExpertEinsum(spec) => fixed(&[&spec.left, &spec.right, "bse"], &[&spec.out], &tokens_exact),
+        Op::AddExpertBias => fixed(&["bsef", "ef", "bse"], &["bsef"], &tokens_exact),
+        Op::ExpertBiasGrad => fixed(&["bsef", "bse"], &["ef"], &tokens_exact),
         Op::CombineGradGate => fixed(&["bsh", "bseh", "bse"], &["bse"], &tokens_exact),
     }
 }
@@ -199,6 +210,14 @@ fn attention_split(label: Label) -> Split {
         'g' | 'r' => Split::Free,
         't' | 'd' | 'e' => Split::Whole,
         _ => Split::Exact,
+    }
+}
+
+/// Heads split; a vector that is put together stays whole.
+fn append_split(label: Label) -> Split {
+    match label {
+        'n' | 'm' | 'd' => Split::Whole,
+        _ => Split::Free,
     }
 }
 
@@ -218,12 +237,12 @@ fn position_split(label: Label) -> Split {
     }
 }
 
-/// `x` stands for all letters, `w` for the last, which is normalised over and so must be whole.
-fn norm(x: &str, ins: &[&str], outs: &[&str], others: Split) -> Rule {
-    let last = x.chars().last();
-    let spell = |s: &&str| if *s == "x" { x.to_string() } else { last.into_iter().collect() };
+/// `x` stands for all letters, `w` for the last `over`, which are normalised over and so must be whole.
+fn norm(x: &str, over: usize, ins: &[&str], outs: &[&str], others: Split) -> Rule {
+    let last = &x[x.len().saturating_sub(over.max(1))..];
+    let spell = |s: &&str| if *s == "x" { x.to_string() } else { last.to_string() };
     build(&ins.iter().map(spell).collect::<Vec<_>>(), &outs.iter().map(spell).collect::<Vec<_>>(), |l| {
-        if Some(l) == last { Split::Whole } else { others }
+        if last.contains(l) { Split::Whole } else { others }
     })
 }
 

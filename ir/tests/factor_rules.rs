@@ -17,7 +17,7 @@ use dplan_ir::sharding::{LocalType, Monoid, Padded, Sharding};
 use std::collections::BTreeSet;
 
 /// Variants of [`dplan_ir::op::Op`].
-const OPS: usize = 35;
+const OPS: usize = 43;
 
 #[test]
 fn evaluating_blocks_gives_blocks_of_the_whole_for_every_op_and_assignment() {
@@ -65,6 +65,12 @@ fn rules_that_claim_more_are_caught() {
         ("MeanGrad", Lie::Split('a', Free)),
         ("TopKGate", Lie::Split('e', Exact)),
         ("TopKGateGrad", Lie::Split('e', Exact)),
+        ("RmsNorm", Lie::Split('d', Exact)),
+        ("AttentionSink", Lie::Split('t', Exact)),
+        ("SinkGrad", Lie::Split('e', Exact)),
+        ("Append", Lie::Split('n', Exact)),
+        ("AppendGradTail", Lie::Split('m', Exact)),
+        ("AddExpertBias", Lie::Split('b', Free)),
     ];
     for (op, lie) in lies {
         let mut caught = false;

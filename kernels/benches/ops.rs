@@ -20,7 +20,7 @@ fn main() {
     let logits = [('a', 4), ('b', 128), ('c', 257)];
     let product = |l: &str, r: &str, o: &str| Op::Einsum(Spec { left: l.into(), right: r.into(), out: o.into() });
     let attention = Attention { mask: Mask { causal: true, window: None }, scale: 0.25 };
-    let rope = Rope { rotation: Rotation::Forward, inv_freq: (0..8).map(|i| 1e4f64.powf(-f64::from(i) / 8.0)).collect() };
+    let rope = Rope::whole(Rotation::Forward, (0..8).map(|i| 1e4f64.powf(-f64::from(i) / 8.0)).collect());
     let cases: [(&str, Op, &[usize], &[usize], &[(char, u64)]); 19] = [
         ("up", product("bsh", "fh", "bsf"), &[3, 2], &[3], &sizes),
         ("up, dx", product("bsf", "fh", "bsh"), &[3, 2], &[3], &sizes),

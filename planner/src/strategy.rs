@@ -83,6 +83,11 @@ pub fn is_follower(op: &Op) -> bool {
         | Op::Rope(_)
         | Op::Attention(_)
         | Op::AttentionGrad(_)
+        | Op::AttentionSink(_)
+        | Op::SinkGrad
+        | Op::Append
+        | Op::AppendGradHead
+        | Op::AppendGradTail
         | Op::EmbedGrad
         | Op::AddPosition
         | Op::AddPositionGrad
@@ -90,8 +95,11 @@ pub fn is_follower(op: &Op) -> bool {
         | Op::CeStatsGrad
         | Op::Mean
         | Op::MeanGrad
-        | Op::TopKGate { .. }
-        | Op::TopKGateGrad { .. }
+        | Op::TopKGate(_)
+        | Op::TopKGateGrad(_)
+        | Op::CorrectionGrad
+        | Op::AddExpertBias
+        | Op::ExpertBiasGrad
         | Op::Undispatch
         | Op::Combine
         | Op::CombineGradRows

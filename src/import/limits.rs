@@ -36,7 +36,7 @@ pub fn check(file: &str, graph: &Graph) -> Result<(), ImportError> {
         dims.sort_unstable();
         dims.dedup();
         // Queries and keys are different dims of one size.
-        if let Op::Attention(_) = node.op {
+        if let Op::Attention(_) | Op::AttentionSink(_) = node.op {
             dims.extend(node.inputs.get(1).and_then(|&k| graph.values[k].ty.dims.get(1)));
         }
         let sizes: Vec<u64> = dims.iter().map(|&d| graph.size(d)).collect();

@@ -18,10 +18,10 @@ use super::json::Doc;
 use crate::safetensors::{Entry, TensorFile, decode};
 
 /// Buffers, not weights, in checkpoints of the supported families.
-const BUFFERS: [&str; 3] = [".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq"];
+const BUFFERS: [&str; 5] = [".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"];
 
 /// Prefixes of names that a checkpoint of the bare model leaves out.
-const PREFIXES: [&str; 2] = ["model.", "transformer."];
+const PREFIXES: [&str; 5] = ["model.", "transformer.", "gpt_neox.", "bert.", "vit."];
 
 /// The head of a model.
 const HEAD: &str = "lm_head.weight";

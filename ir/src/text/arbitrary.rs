@@ -4,7 +4,7 @@ use crate::dtype::DType;
 use crate::entity::{BucketId, BufferId, DimId, EventId, FormId, NodeId, ParamId, SegmentId, Table, ValueId};
 use crate::graph::{Def, Dim, Graph, Init, Layout, Narrow, Node, Param, Phase, Piece, Type, Value};
 use crate::mesh::{Axis, AxisSet, Mesh};
-use crate::op::{Activation, Attention, Mask, Op, Renormalize, Rope, Rotation, Spec};
+use crate::op::{Activation, Attention, Correction, GroupScore, Groups, Mask, Op, Pairs, Renormalize, Rope, Rotation, Router, Score, Spec};
 use crate::optimizer::Optimizer;
 use crate::order::Order;
 use crate::program::{
@@ -62,15 +62,30 @@ impl Rng {
     }
 }
 
-const OPS: u64 = 35;
+const OPS: u64 = 43;
 
 /// The op of one kind, with any attributes.
 pub fn op(kind: u64, rng: &mut Rng) -> Op {
     let letters = |rng: &mut Rng| if rng.below(6) == 0 { rng.name() } else { rng.vec(5, |r| *r.pick(&['b', 's', 'h'])).into_iter().collect() };
     let spec = |rng: &mut Rng| Spec { left: letters(rng), right: letters(rng), out: letters(rng) };
-    let act = |rng: &mut Rng| *rng.pick(&[Activation::Silu, Activation::Gelu, Activation::GeluTanh, Activation::Relu]);
+    let act = |rng: &mut Rng| match rng.below(7) {
+        0 => Activation::Silu,
+        1 => Activation::Gelu,
+        2 => Activation::GeluTanh,
+        3 => Activation::Relu,
+        4 => Activation::QuickGelu,
+        5 => Activation::Clamp { limit: rng.below(20) as u32 },
+        _ => Activation::ClampAbove { limit: rng.below(20) as u32 },
+    };
     let attention = |rng: &mut Rng| Attention { mask: Mask { causal: rng.coin(), window: rng.some(Rng::number) }, scale: rng.real() };
-    let renormalize = |rng: &mut Rng| if rng.coin() { Renormalize::Yes } else { Renormalize::No };
+    let router = |rng: &mut Rng| Router {
+        k: rng.number(),
+        score: *rng.pick(&[Score::Softmax, Score::Sigmoid]),
+        renormalize: *rng.pick(&[Renormalize::Yes, Renormalize::No]),
+        groups: rng.some(|r| Groups { count: r.number(), kept: r.number(), by: *r.pick(&[GroupScore::Best, GroupScore::TwoBest]) }),
+        correction: *rng.pick(&[Correction::No, Correction::Added]),
+        scale: rng.real(),
+    };
     match kind {
         0 => Op::Einsum(spec(rng)),
         1 => Op::AddBias,
@@ -91,7 +106,8 @@ pub fn op(kind: u64, rng: &mut Rng) -> Op {
         16 => {
             let rotation = if rng.coin() { Rotation::Forward } else { Rotation::Inverse };
             let inv_freq = if rng.coin() { vec![1.0, 0.1] } else { rng.vec(20, Rng::real) };
-            Op::Rope(Rope { rotation, inv_freq })
+            let pairs = *rng.pick(&[Pairs::Halves, Pairs::Neighbours]);
+            Op::Rope(Rope { rotation, pairs, start: rng.below(3), scale: rng.real(), inv_freq })
         }
         17 => Op::Attention(attention(rng)),
         18 => Op::AttentionGrad(attention(rng)),
@@ -103,13 +119,21 @@ pub fn op(kind: u64, rng: &mut Rng) -> Op {
         24 => Op::CeStatsGrad,
         25 => Op::Mean,
         26 => Op::MeanGrad,
-        27 => Op::TopKGate { k: rng.number(), renormalize: renormalize(rng) },
-        28 => Op::TopKGateGrad { k: rng.number(), renormalize: renormalize(rng) },
+        27 => Op::TopKGate(router(rng)),
+        28 => Op::TopKGateGrad(router(rng)),
         29 => Op::Dispatch,
         30 => Op::Undispatch,
         31 => Op::ExpertEinsum(spec(rng)),
         32 => Op::Combine,
         33 => Op::CombineGradRows,
+        34 => Op::AttentionSink(attention(rng)),
+        35 => Op::SinkGrad,
+        36 => Op::Append,
+        37 => Op::AppendGradHead,
+        38 => Op::AppendGradTail,
+        39 => Op::CorrectionGrad,
+        40 => Op::AddExpertBias,
+        41 => Op::ExpertBiasGrad,
         _ => Op::CombineGradGate,
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::op::{Activation, Attention, Mask, Op, Renormalize, Rope, Rotation, Spec};
+use crate::op::{Activation, Attention, Correction, GroupScore, Groups, Mask, Op, Pairs, Renormalize, Rope, Rotation, Router, Score, Spec};
 use crate::text::lexer::{is_word, quote};
 use crate::text::parser::{Parsed, Parser};
 
@@ -28,6 +28,11 @@ pub fn op_name(op: &Op) -> &'static str {
         Op::Rope(_) => "rope",
         Op::Attention(_) => "attention",
         Op::AttentionGrad(_) => "attention_grad",
+        Op::AttentionSink(_) => "attention_sink",
+        Op::SinkGrad => "sink_grad",
+        Op::Append => "append",
+        Op::AppendGradHead => "append_grad_head",
+        Op::AppendGradTail => "append_grad_tail",
         Op::Embed => "embed",
         Op::EmbedGrad => "embed_grad",
         Op::AddPosition => "add_position",
@@ -36,8 +41,11 @@ pub fn op_name(op: &Op) -> &'static str {
         Op::CeStatsGrad => "ce_stats_grad",
         Op::Mean => "mean",
         Op::MeanGrad => "mean_grad",
-        Op::TopKGate { .. } => "top_k_gate",
-        Op::TopKGateGrad { .. } => "top_k_gate_grad",
+        Op::TopKGate(_) => "top_k_gate",
+        Op::TopKGateGrad(_) => "top_k_gate_grad",
+        Op::CorrectionGrad => "correction_grad",
+        Op::AddExpertBias => "add_expert_bias",
+        Op::ExpertBiasGrad => "expert_bias_grad",
         Op::Dispatch => "dispatch",
         Op::Undispatch => "undispatch",
         Op::ExpertEinsum(_) => "expert_einsum",
@@ -48,7 +56,7 @@ pub fn op_name(op: &Op) -> &'static str {
 }
 
 /// Every name of an op.
-const NAMES: [&str; 35] = [
+const NAMES: [&str; 43] = [
     "einsum",
     "add_bias",
     "sum_leading",
@@ -68,6 +76,11 @@ const NAMES: [&str; 35] = [
     "rope",
     "attention",
     "attention_grad",
+    "attention_sink",
+    "sink_grad",
+    "append",
+    "append_grad_head",
+    "append_grad_tail",
     "embed",
     "embed_grad",
     "add_position",
@@ -78,6 +91,9 @@ const NAMES: [&str; 35] = [
     "mean_grad",
     "top_k_gate",
     "top_k_gate_grad",
+    "correction_grad",
+    "add_expert_bias",
+    "expert_bias_grad",
     "dispatch",
     "undispatch",
     "expert_einsum",
@@ -86,8 +102,7 @@ const NAMES: [&str; 35] = [
     "combine_grad_gate",
 ];
 
-const ACTIVATIONS: [(&str, Activation); 4] =
-    [("silu", Activation::Silu), ("gelu", Activation::Gelu), ("gelu_tanh", Activation::GeluTanh), ("relu", Activation::Relu)];
+const ACTIVATIONS: [&str; 7] = ["silu", "gelu", "gelu_tanh", "relu", "quick_gelu", "clamp", "clamp_above"];
 
 /// Rotary tables of a text, each stated once.
 #[derive(Default)]
@@ -153,8 +168,7 @@ pub fn put_op(out: &mut String, op: &Op, tables: &TableNames) {
         Op::Einsum(spec) | Op::ExpertEinsum(spec) => put_spec(out, spec),
         Op::SumLeading { keep } => out.push_str(&format!(" keep={keep}")),
         Op::Act(f) | Op::ActGrad(f) | Op::Gated(f) | Op::GatedGrad(f) => {
-            out.push(' ');
-            out.push_str(activation_name(*f));
+            put_activation(out, *f);
         }
         Op::RmsNorm { eps }
         | Op::RmsNormGradInput { eps }
@@ -169,19 +183,31 @@ pub fn put_op(out: &mut String, op: &Op, tables: &TableNames) {
             if rope.rotation == Rotation::Inverse {
                 out.push_str(" inverse");
             }
+            if rope.pairs == Pairs::Neighbours {
+                out.push_str(" neighbours");
+            }
+            if rope.start != 0 {
+                out.push_str(&format!(" start={}", rope.start));
+            }
+            if rope.scale != 1.0 {
+                out.push_str(" scale=");
+                put_real(out, rope.scale);
+            }
             out.push_str(&format!(" t{}", tables.find(&rope.inv_freq)));
         }
-        Op::Attention(a) | Op::AttentionGrad(a) => put_attention(out, a),
-        Op::TopKGate { k, renormalize } | Op::TopKGateGrad { k, renormalize } => {
-            out.push_str(&format!(" k={k}"));
-            if *renormalize == Renormalize::Yes {
-                out.push_str(" renormalize");
-            }
-        }
+        Op::Attention(a) | Op::AttentionGrad(a) | Op::AttentionSink(a) => put_attention(out, a),
+        Op::TopKGate(r) | Op::TopKGateGrad(r) => put_router(out, r),
         Op::AddBias
         | Op::Add
         | Op::Sub
         | Op::Neg
+        | Op::SinkGrad
+        | Op::Append
+        | Op::AppendGradHead
+        | Op::AppendGradTail
+        | Op::CorrectionGrad
+        | Op::AddExpertBias
+        | Op::ExpertBiasGrad
         | Op::Embed
         | Op::EmbedGrad
         | Op::AddPosition
@@ -220,10 +246,18 @@ pub fn op(p: &mut Parser<'_>, tables: &mut Tables) -> Parsed<Op> {
         "layer_norm_grad_weight" => Op::LayerNormGradWeight { eps: p.real_of("eps")? },
         "rope" => {
             let rotation = if p.take_word("inverse") { Rotation::Inverse } else { Rotation::Forward };
-            Op::Rope(Rope { rotation, inv_freq: tables.take(p)? })
+            let pairs = if p.take_word("neighbours") { Pairs::Neighbours } else { Pairs::Halves };
+            let start = if p.is_word("start") { p.integer_of("start")? } else { 0 };
+            let scale = if p.is_word("scale") { p.real_of("scale")? } else { 1.0 };
+            Op::Rope(Rope { rotation, pairs, start, scale, inv_freq: tables.take(p)? })
         }
         "attention" => Op::Attention(attention(p)?),
         "attention_grad" => Op::AttentionGrad(attention(p)?),
+        "attention_sink" => Op::AttentionSink(attention(p)?),
+        "sink_grad" => Op::SinkGrad,
+        "append" => Op::Append,
+        "append_grad_head" => Op::AppendGradHead,
+        "append_grad_tail" => Op::AppendGradTail,
         "embed" => Op::Embed,
         "embed_grad" => Op::EmbedGrad,
         "add_position" => Op::AddPosition,
@@ -232,8 +266,11 @@ pub fn op(p: &mut Parser<'_>, tables: &mut Tables) -> Parsed<Op> {
         "ce_stats_grad" => Op::CeStatsGrad,
         "mean" => Op::Mean,
         "mean_grad" => Op::MeanGrad,
-        "top_k_gate" => Op::TopKGate { k: p.integer_of("k")?, renormalize: renormalize(p) },
-        "top_k_gate_grad" => Op::TopKGateGrad { k: p.integer_of("k")?, renormalize: renormalize(p) },
+        "top_k_gate" => Op::TopKGate(router(p)?),
+        "top_k_gate_grad" => Op::TopKGateGrad(router(p)?),
+        "correction_grad" => Op::CorrectionGrad,
+        "add_expert_bias" => Op::AddExpertBias,
+        "expert_bias_grad" => Op::ExpertBiasGrad,
         "dispatch" => Op::Dispatch,
         "undispatch" => Op::Undispatch,
         "expert_einsum" => Op::ExpertEinsum(spec(p)?),
@@ -261,20 +298,34 @@ fn spec(p: &mut Parser<'_>) -> Parsed<Spec> {
     Ok(Spec { left, right, out })
 }
 
-fn activation_name(f: Activation) -> &'static str {
-    match f {
-        Activation::Silu => "silu",
-        Activation::Gelu => "gelu",
-        Activation::GeluTanh => "gelu_tanh",
-        Activation::Relu => "relu",
+fn put_activation(out: &mut String, f: Activation) {
+    let (name, limit) = match f {
+        Activation::Silu => ("silu", None),
+        Activation::Gelu => ("gelu", None),
+        Activation::GeluTanh => ("gelu_tanh", None),
+        Activation::Relu => ("relu", None),
+        Activation::QuickGelu => ("quick_gelu", None),
+        Activation::Clamp { limit } => ("clamp", Some(limit)),
+        Activation::ClampAbove { limit } => ("clamp_above", Some(limit)),
+    };
+    out.push_str(&format!(" {name}"));
+    if let Some(limit) = limit {
+        out.push_str(&format!(" limit={limit}"));
     }
 }
 
 fn activation(p: &mut Parser<'_>) -> Parsed<Activation> {
     let at = p.at();
-    let word = p.any_word("an activation")?;
-    let known = ACTIVATIONS.map(|(name, _)| name);
-    ACTIVATIONS.iter().find(|(name, _)| *name == word).map(|&(_, f)| f).ok_or_else(|| p.unknown(at, "activation", word, &known))
+    Ok(match p.any_word("an activation")? {
+        "silu" => Activation::Silu,
+        "gelu" => Activation::Gelu,
+        "gelu_tanh" => Activation::GeluTanh,
+        "relu" => Activation::Relu,
+        "quick_gelu" => Activation::QuickGelu,
+        "clamp" => Activation::Clamp { limit: p.integer_of("limit")? },
+        "clamp_above" => Activation::ClampAbove { limit: p.integer_of("limit")? },
+        word => return Err(p.unknown(at, "activation", word, &ACTIVATIONS)),
+    })
 }
 
 fn put_attention(out: &mut String, a: &Attention) {
@@ -294,6 +345,47 @@ fn attention(p: &mut Parser<'_>) -> Parsed<Attention> {
     Ok(Attention { mask: Mask { causal, window }, scale: p.real_of("scale")? })
 }
 
-fn renormalize(p: &mut Parser<'_>) -> Renormalize {
-    if p.take_word("renormalize") { Renormalize::Yes } else { Renormalize::No }
+fn put_router(out: &mut String, r: &Router) {
+    out.push_str(&format!(" k={}", r.k));
+    if r.score == Score::Sigmoid {
+        out.push_str(" sigmoid");
+    }
+    if r.renormalize == Renormalize::Yes {
+        out.push_str(" renormalize");
+    }
+    if let Some(groups) = r.groups {
+        let by = match groups.by {
+            GroupScore::Best => "best",
+            GroupScore::TwoBest => "two_best",
+        };
+        out.push_str(&format!(" groups={} kept={} {by}", groups.count, groups.kept));
+    }
+    if r.correction == Correction::Added {
+        out.push_str(" corrected");
+    }
+    if r.scale != 1.0 {
+        out.push_str(" scale=");
+        put_real(out, r.scale);
+    }
+}
+
+fn router(p: &mut Parser<'_>) -> Parsed<Router> {
+    let k = p.integer_of("k")?;
+    let score = if p.take_word("sigmoid") { Score::Sigmoid } else { Score::Softmax };
+    let renormalize = if p.take_word("renormalize") { Renormalize::Yes } else { Renormalize::No };
+    let groups = if p.is_word("groups") {
+        let (count, kept) = (p.integer_of("groups")?, p.integer_of("kept")?);
+        let at = p.at();
+        let by = match p.any_word("what a group is worth")? {
+            "best" => GroupScore::Best,
+            "two_best" => GroupScore::TwoBest,
+            word => return Err(p.unknown(at, "worth of a group", word, &["best", "two_best"])),
+        };
+        Some(Groups { count, kept, by })
+    } else {
+        None
+    };
+    let correction = if p.take_word("corrected") { Correction::Added } else { Correction::No };
+    let scale = if p.is_word("scale") { p.real_of("scale")? } else { 1.0 };
+    Ok(Router { k, score, renormalize, groups, correction, scale })
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use crate::entity::ValueId;
 use crate::graph::{Graph, Layout, Node};
-use crate::op::Op;
+use crate::op::{Op, Router};
 
 /// Numbers in the op, against the sizes of its operands.
 pub fn attributes(graph: &Graph, node: &Node) -> Option<String> {
@@ -18,22 +18,28 @@ pub fn attributes(graph: &Graph, node: &Node) -> Option<String> {
         | Op::LayerNormGradWeight { eps } => (!(eps.is_finite() && *eps >= 0.0)).then(|| format!("eps {eps} should be finite and not negative")),
         Op::Rope(rope) => {
             let last = graph.shape(node.inputs[0]).last().copied().unwrap_or(0);
-            if rope.inv_freq.len() as u64 * 2 != last {
-                Some(format!("has {} angles, not one for each pair of {last} elements", rope.inv_freq.len()))
+            if rope.end() > last || rope.inv_freq.is_empty() {
+                Some(format!("turns the elements {} to {} of {last}", rope.start, rope.end()))
             } else {
-                rope.inv_freq.iter().any(|a| !a.is_finite()).then(|| "angles should be finite".to_string())
+                let finite = rope.scale.is_finite() && rope.inv_freq.iter().all(|a| a.is_finite());
+                (!finite).then(|| "angles and their scale should be finite".to_string())
             }
         }
-        Op::Attention(a) | Op::AttentionGrad(a) => {
+        Op::Attention(a) | Op::AttentionGrad(a) | Op::AttentionSink(a) => {
             if !a.scale.is_finite() {
                 Some(format!("scale {} should be finite", a.scale))
             } else {
                 (a.mask.window == Some(0)).then(|| "a window of 0 hides everything".to_string())
             }
         }
-        Op::TopKGate { k, .. } | Op::TopKGateGrad { k, .. } => {
-            let experts = size(node.inputs[0], 2);
-            (*k == 0 || *k > experts).then(|| format!("k = {k} of {experts} experts"))
+        Op::TopKGate(r) | Op::TopKGateGrad(r) => router(r, size(node.inputs[0], 2)),
+        Op::Append => {
+            let (head, tail, whole) = (size(node.inputs[0], 3), size(node.inputs[1], 2), size(node.outputs[0], 3));
+            (head.checked_add(tail) != Some(whole)).then(|| format!("{head} and {tail} elements do not make {whole}"))
+        }
+        Op::AppendGradHead | Op::AppendGradTail => {
+            let (part, whole) = (graph.shape(node.outputs[0]).last().copied().unwrap_or(0), size(node.inputs[0], 3));
+            (part > whole).then(|| format!("{part} elements are no part of {whole}"))
         }
         Op::AddPosition => {
             let (positions, rows) = (size(node.inputs[0], 1), size(node.inputs[1], 0));
@@ -53,6 +59,10 @@ pub fn attributes(graph: &Graph, node: &Node) -> Option<String> {
         | Op::Embed
         | Op::EmbedGrad
         | Op::AddPositionGrad
+        | Op::SinkGrad
+        | Op::CorrectionGrad
+        | Op::AddExpertBias
+        | Op::ExpertBiasGrad
         | Op::CeStats
         | Op::CeStatsGrad
         | Op::Mean
@@ -65,12 +75,27 @@ pub fn attributes(graph: &Graph, node: &Node) -> Option<String> {
     }
 }
 
+/// The router's numbers, against how many experts there are.
+fn router(r: &Router, experts: u64) -> Option<String> {
+    let from = match r.groups {
+        None => experts,
+        Some(g) if g.count == 0 || g.kept > g.count || !experts.is_multiple_of(g.count) => {
+            return Some(format!("keeps {} of {} groups of {experts} experts", g.kept, g.count));
+        }
+        Some(g) => experts / g.count * g.kept,
+    };
+    if r.k == 0 || r.k > from {
+        return Some(format!("k = {} of {from} experts", r.k));
+    }
+    (!(r.scale.is_finite() && r.scale > 0.0)).then(|| format!("scale {} should be above 0", r.scale))
+}
+
 /// Routed values of one node have the `k` of their gate; what is computed from routed rows is routed, but for sums over experts or rows.
 pub fn routing(graph: &Graph, node: &Node) -> Option<String> {
     let layout = |&v: &ValueId| graph.values[v].ty.layout;
     let (ins, outs): (Vec<Layout>, Vec<Layout>) = (node.inputs.iter().map(layout).collect(), node.outputs.iter().map(layout).collect());
     let chosen = node.inputs.last().and_then(|&v| graph.producer(v)).and_then(|p| match graph.nodes[p].op {
-        Op::TopKGate { k, .. } => Some(k),
+        Op::TopKGate(router) => Some(router.k),
         _ => None,
     });
     let routed = |&layout: &Layout| match layout {
@@ -80,7 +105,8 @@ pub fn routing(graph: &Graph, node: &Node) -> Option<String> {
     let (expects, gated) = match &node.op {
         Op::Dispatch | Op::CombineGradRows => (true, true),
         Op::ExpertEinsum(spec) => (spec.out.starts_with("bse"), true),
-        Op::Undispatch | Op::Combine | Op::CombineGradGate => (false, true),
+        Op::AddExpertBias => (true, true),
+        Op::Undispatch | Op::Combine | Op::CombineGradGate | Op::ExpertBiasGrad => (false, true),
         _ => (ins.iter().find_map(routed).is_some(), false),
     };
     if outs.iter().any(|out| routed(out).is_some() != expects) {

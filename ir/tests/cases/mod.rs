@@ -5,10 +5,10 @@
 use dplan_ir::build::Builder;
 use dplan_ir::dtype::DType;
 use dplan_ir::entity::{DimId, ParamId, Table, ValueId};
-use dplan_ir::graph::{Graph, Init};
+use dplan_ir::graph::{Graph, Init, Phase, Type};
 use dplan_ir::init;
 use dplan_ir::interp::Tensor;
-use dplan_ir::op::{Activation, Attention, Mask, Op, Renormalize, Rope, Rotation, Spec};
+use dplan_ir::op::{Activation, Attention, Correction, GroupScore, Groups, Mask, Op, Pairs, Renormalize, Rope, Rotation, Router, Score, Spec};
 
 /// A graph and data to run it on.
 #[allow(dead_code)] // Not every test reads every field.
@@ -20,7 +20,10 @@ pub struct Case {
 }
 
 pub fn all() -> Vec<Case> {
-    vec![gpt(), grouped_query_window_tied(), experts(Renormalize::Yes), experts(Renormalize::No), sums()]
+    let mut all = vec![gpt(), grouped_query_window_tied(), experts(Renormalize::Yes), experts(Renormalize::No), sums(), latent_attention()];
+    all.extend([Renormalize::Yes, Renormalize::No].map(grouped_experts));
+    all.push(sinks());
+    all
 }
 
 /// Layer norms with biases, learned positions, every activation.
@@ -62,7 +65,7 @@ fn grouped_query_window_tied() -> Case {
     let q = m.op("q_norm", Op::RmsNorm { eps: 1e-6 }, &[q, w]);
     let k = m.linear("k", "bth,gdh->btgd", n, &[g, d, m.h]);
     let v = m.linear("v", "bth,geh->btge", n, &[g, d, m.h]);
-    let rope = Op::Rope(Rope { rotation: Rotation::Forward, inv_freq: vec![1.0, 0.3] });
+    let rope = Op::Rope(Rope::whole(Rotation::Forward, vec![1.0, 0.3]));
     let (q, k) = (m.op("q_rope", rope.clone(), &[q]), m.op("k_rope", rope, &[k]));
     let mask = Mask { causal: true, window: Some(3) };
     let o = m.op("attn", Op::Attention(Attention { mask, scale: 0.5 }), &[q, k, v]);
@@ -86,7 +89,7 @@ fn experts(renormalize: Renormalize) -> Case {
     let x = m.embed();
     m.b.set_layer(1);
     let logits = m.linear("router", "bsh,eh->bse", x, &[e, m.h]);
-    let gate = m.op("gate", Op::TopKGate { k: 2, renormalize }, &[logits]);
+    let gate = m.op("gate", Op::TopKGate(Router::softmax(2, renormalize)), &[logits]);
     let rows = m.op("rows", Op::Dispatch, &[x, gate]);
     let w1 = m.param("w1", &[e, f, m.h]);
     let w3 = m.param("w3", &[e, f, m.h]);
@@ -101,6 +104,78 @@ fn experts(renormalize: Renormalize) -> Case {
     let flat = m.op("flat", Op::Undispatch, &[y, gate]);
     let sum = m.op("sum", Op::Add, &[out, flat]);
     let x = m.op("res", Op::Add, &[x, sum]);
+    m.b.set_layer(2);
+    m.head(x, None)
+}
+
+/// Heads that share a part of their keys, rotated in neighbouring pairs; a norm over heads.
+fn latent_attention() -> Case {
+    let mut m = Model::new("latent", 2);
+    let (g, r, d, n, o) = (m.b.dim("heads", 2), m.b.dim("one", 1), m.b.dim("head", 6), m.b.dim("own", 2), m.b.dim("shared", 4));
+    let x = m.embed();
+    m.b.set_layer(1);
+    let rope = |start| Op::Rope(Rope { rotation: Rotation::Forward, pairs: Pairs::Neighbours, start, scale: 1.2, inv_freq: vec![1.0, 0.3] });
+    let q = m.linear("q", "bsh,grdh->bsgrd", x, &[g, r, d, m.h]);
+    let w = m.param("q_norm.w", &[g, r, d]);
+    let q = m.op("q_norm", Op::RmsNorm { eps: 1e-6 }, &[q, w]);
+    let q = m.op("q_rope", rope(2), &[q]);
+    let own = m.linear("k_own", "bsh,gnh->bsgn", x, &[g, n, m.h]);
+    let shared = m.linear("k_shared", "bsh,oh->bso", x, &[o, m.h]);
+    let shared = m.op("k_rope", rope(0), &[shared]);
+    let (batch, s) = (m.batch, m.s);
+    let ty = Type::dense(DType::F64, vec![batch, s, g, d]);
+    let k = m.b.typed_node("k", Op::Append, &[own, shared], vec![ty], Phase::Forward, None)[0];
+    let v = m.linear("v", "bsh,geh->bsge", x, &[g, n, m.h]);
+    let mask = Mask { causal: true, window: None };
+    let y = m.op("attn", Op::Attention(Attention { mask, scale: 0.5 }), &[q, k, v]);
+    let y = m.linear("o", "bsgre,hgre->bsh", y, &[m.h, g, r, n]);
+    let x = m.op("res", Op::Add, &[x, y]);
+    m.b.set_layer(2);
+    m.head(x, None)
+}
+
+/// Sigmoid scores with a correction, out of two of three groups of experts; experts with biases; limited activations.
+fn grouped_experts(renormalize: Renormalize) -> Case {
+    let mut m = Model::new("grouped", 2);
+    let (e, f) = (m.b.dim("experts", 6), m.b.dim("ffn", 5));
+    let x = m.embed();
+    m.b.set_layer(1);
+    let logits = m.linear("router", "bsh,eh->bse", x, &[e, m.h]);
+    let bias = m.param("router.correction", &[e]);
+    let by = if renormalize == Renormalize::Yes { GroupScore::TwoBest } else { GroupScore::Best };
+    let groups = Some(Groups { count: 3, kept: 2, by });
+    let router = Router { k: 3, score: Score::Sigmoid, renormalize, groups, correction: Correction::Added, scale: 2.5 };
+    let gate = m.op("gate", Op::TopKGate(router), &[logits, bias]);
+    let rows = m.op("rows", Op::Dispatch, &[x, gate]);
+    let (w1, b1) = (m.param("w1", &[e, f, m.h]), m.param("b1", &[e, f]));
+    let (w2, b2) = (m.param("w2", &[e, m.h, f]), m.param("b2", &[e, m.h]));
+    let a = m.op("a", expert("bseh,efh->bsef"), &[rows, w1, gate]);
+    let a = m.op("a_b", Op::AddExpertBias, &[a, b1, gate]);
+    let above = m.op("above", Op::Act(Activation::ClampAbove { limit: 1 }), &[a]);
+    let both = m.op("both", Op::Act(Activation::Clamp { limit: 1 }), &[a]);
+    let c = m.op("c", Op::Gated(Activation::QuickGelu), &[above, both]);
+    let y = m.op("y", expert("bsef,ehf->bseh"), &[c, w2, gate]);
+    let y = m.op("y_b", Op::AddExpertBias, &[y, b2, gate]);
+    let out = m.op("out", Op::Combine, &[y, gate]);
+    let x = m.op("res", Op::Add, &[x, out]);
+    m.b.set_layer(2);
+    m.head(x, None)
+}
+
+/// Attention with a sink for each head.
+fn sinks() -> Case {
+    let mut m = Model::new("sinks", 2);
+    let (g, r, d) = (m.b.dim("kv", 2), m.b.dim("q_per_kv", 3), m.b.dim("head", 4));
+    let x = m.embed();
+    m.b.set_layer(1);
+    let q = m.linear("q", "bsh,grdh->bsgrd", x, &[g, r, d, m.h]);
+    let k = m.linear("k", "bsh,gdh->bsgd", x, &[g, d, m.h]);
+    let v = m.linear("v", "bsh,geh->bsge", x, &[g, d, m.h]);
+    let sink = m.param("sink", &[g, r]);
+    let mask = Mask { causal: true, window: Some(3) };
+    let o = m.op("attn", Op::AttentionSink(Attention { mask, scale: 0.5 }), &[q, k, v, sink]);
+    let o = m.linear("o", "bsgre,hgre->bsh", o, &[m.h, g, r, d]);
+    let x = m.op("res", Op::Add, &[x, o]);
     m.b.set_layer(2);
     m.head(x, None)
 }

@@ -6,6 +6,8 @@
 //!
 //! Keys are taken by position: where the order of positions is not that of indices ([`dplan_ir::order`]), a product with K or V is one product for each run.
 //!
+//! A sink is one more score of each head, in the sum of every row and with the value zero; what it gets of the gradient is −Σ exp(sink − lse) · ⟨dO, O⟩.
+//!
 //! Blocks are visited in order of sequence, key/value head, query head, first query, which fixes the order of the sums in dK and dV.
 //! Padding heads give zeros.
 
@@ -89,9 +91,10 @@ impl AttentionKernel {
         }
     }
 
-    /// (q, k, v) → (o, lse).
+    /// (q, k, v) or (q, k, v, sink) → (o, lse).
     pub fn forward<T: Float>(&self, ins: &[Block<'_>], outs: &mut [BlockMut<'_>], scratch: &mut [T], run: Run) {
         let (q, k, v) = (T::of(ins[0]), T::of(ins[1]), T::of(ins[2]));
+        let sinks = ins.get(3).map(|s| T::of(*s));
         let [o, lse] = outs else { unreachable!("two results by the type rule") };
         let (o, lse) = (T::of_mut(o), T::of_mut(lse));
         clear(o, run.write);
@@ -101,7 +104,8 @@ impl AttentionKernel {
             self.scores(&tile, q, k, scores, run);
             for i in 0..tile.rows {
                 let row = &mut scores[i * tile.keys..(i + 1) * tile.keys];
-                let log_sum = self.softmax(&tile, i, row);
+                let sink = sinks.map(|s| s[tile.group * self.heads + tile.head]);
+                let log_sum = self.softmax(&tile, i, row, sink);
                 put(&mut lse[self.query(&tile, i)], T::from_f64(log_sum), Write::Add);
             }
             for keys in self.keys(&tile) {
@@ -227,18 +231,19 @@ impl AttentionKernel {
         }
     }
 
-    /// Scores of query `i` → probabilities; returns log Σ exp, −∞ if it sees nothing.
-    fn softmax<T: Float>(&self, tile: &Tile, i: usize, row: &mut [T]) -> f64 {
+    /// Scores of query `i` → probabilities; returns log Σ exp, the sink's included, −∞ if it sees nothing.
+    fn softmax<T: Float>(&self, tile: &Tile, i: usize, row: &mut [T], sink: Option<T>) -> f64 {
         let (lo, hi) = self.seen_in(tile, i);
         row[..lo].fill(T::ZERO);
         row[hi..].fill(T::ZERO);
         let seen = &mut row[lo..hi];
         if seen.is_empty() {
-            return f64::NEG_INFINITY;
+            return sink.map_or(f64::NEG_INFINITY, T::to_f64);
         }
         let largest = max(seen);
+        let largest = sink.filter(|&s| s > largest).unwrap_or(largest);
         seen.iter_mut().for_each(|s| *s = (*s - largest).exp());
-        let total = sum(seen.len(), |j| seen[j].to_f64());
+        let total = sum(seen.len(), |j| seen[j].to_f64()) + sink.map_or(0.0, |s| (s.to_f64() - largest.to_f64()).exp());
         let factor = T::from_f64(1.0 / total);
         seen.iter_mut().for_each(|s| *s = *s * factor);
         largest.to_f64() + total.ln()
@@ -263,5 +268,40 @@ impl AttentionKernel {
     }
     fn key_rows_mut<'a, T>(&self, tile: &Tile, keys: &Keys, data: &'a mut [T], width: usize) -> MatrixMut<'a, T> {
         MatrixMut { data: &mut data[self.key(tile, keys) * width..], row: self.groups * width, col: 1 }
+    }
+}
+
+/// (sink, o, lse, do) → dsink.
+#[derive(Debug)]
+pub struct SinkGrad {
+    groups: usize,
+    heads: usize,
+    valid_groups: usize,
+    valid_heads: usize,
+    width: usize,
+}
+
+impl SinkGrad {
+    /// `o`: sizes of the attention's result.
+    pub fn new(context: &OpContext, o: &[usize]) -> SinkGrad {
+        let valid = |label: char| context.extent(label).valid() as usize;
+        SinkGrad { groups: o[2], heads: o[3], valid_groups: valid('g'), valid_heads: valid('r'), width: o[4] }
+    }
+
+    pub fn run<T: Float>(&self, ins: &[Block<'_>], outs: &mut [BlockMut<'_>], write: Write) {
+        let (sink, o, lse, dy) = (T::of(ins[0]), T::of(ins[1]), T::of(ins[2]), T::of(ins[3]));
+        let (all, w) = (self.groups * self.heads, self.width);
+        for (head, out) in T::of_mut(&mut outs[0]).iter_mut().enumerate() {
+            if head / self.heads >= self.valid_groups || head % self.heads >= self.valid_heads {
+                clear(std::slice::from_mut(out), write);
+                continue;
+            }
+            let total = sum(lse.len() / all.max(1), |query| {
+                let at = query * all + head;
+                let row = at * w..(at + 1) * w;
+                (sink[head].to_f64() - lse[at].to_f64()).exp() * dot(&dy[row.clone()], &o[row])
+            });
+            put(out, T::from_f64(-total), write);
+        }
     }
 }

@@ -25,6 +25,10 @@ pub enum Routing {
     CombineGradRows,
     /// (dy, rows, gate) → ⟨dy, rows⟩.
     CombineGradGate,
+    /// (rows, bias, gate) → rows + the bias of their expert.
+    AddBias,
+    /// (drows, gate) → Σ of each expert's rows, in order of tokens.
+    BiasGrad,
 }
 
 /// Ops that move rows between tokens and experts.
@@ -64,6 +68,16 @@ impl Routed {
                 let (rows, gate) = (T::of(ins[0]), T::of(ins[1]));
                 clear(out, write);
                 self.rows(gate, |row, token, _, g| fill(&mut out[at(token)], Write::Add, |i| g * rows[row * w + i]));
+            }
+            Routing::AddBias => {
+                let (rows, bias, gate) = (T::of(ins[0]), T::of(ins[1]), T::of(ins[2]));
+                let used = self.rows(gate, |row, _, expert, _| fill(&mut out[at(row)], write, |i| rows[row * w + i] + bias[expert * w + i]));
+                clear(&mut out[used * w..], write);
+            }
+            Routing::BiasGrad => {
+                let (rows, gate) = (T::of(ins[0]), T::of(ins[1]));
+                clear(out, write);
+                self.rows(gate, |row, _, expert, _| fill(&mut out[at(expert)], Write::Add, |i| rows[row * w + i]));
             }
             Routing::CombineGradGate => {
                 let (dy, rows, gate) = (T::of(ins[0]), T::of(ins[1]), T::of(ins[2]));

@@ -9,6 +9,7 @@
 //!
 //! **Write.** `Write::Add` adds the result to what the block holds; every kernel can.
 
+pub mod append;
 pub mod attention;
 pub mod block;
 pub mod embed;
@@ -80,6 +81,8 @@ enum Form {
     Rope(rope::RopeKernel),
     Attention(attention::AttentionKernel),
     AttentionGrad(attention::AttentionKernel),
+    SinkGrad(attention::SinkGrad),
+    Append(append::Append),
     Embed(embed::Embed),
     Loss(loss::Loss),
     Router(router::Router),
@@ -115,14 +118,18 @@ impl Kernel {
             Op::ActGrad(f) => Form::Pointwise(Pointwise::ActGrad(*f)),
             Op::Gated(f) => Form::Pointwise(Pointwise::Gated(*f)),
             Op::GatedGrad(f) => Form::Pointwise(Pointwise::GatedGrad(*f)),
-            Op::RmsNorm { eps } => Form::Norm(norm::Norm::new(norm::Which::Rms, norm::Part::Forward, *eps, &i[0])),
-            Op::RmsNormGradInput { eps } => Form::Norm(norm::Norm::new(norm::Which::Rms, norm::Part::GradInput, *eps, &i[0])),
-            Op::RmsNormGradWeight { eps } => Form::Norm(norm::Norm::new(norm::Which::Rms, norm::Part::GradWeight, *eps, &i[0])),
-            Op::LayerNorm { eps } => Form::Norm(norm::Norm::new(norm::Which::Layer, norm::Part::Forward, *eps, &i[0])),
-            Op::LayerNormGradInput { eps } => Form::Norm(norm::Norm::new(norm::Which::Layer, norm::Part::GradInput, *eps, &i[0])),
-            Op::LayerNormGradWeight { eps } => Form::Norm(norm::Norm::new(norm::Which::Layer, norm::Part::GradWeight, *eps, &i[0])),
+            Op::RmsNorm { eps } => Form::Norm(norm::Norm::new(norm::Which::Rms, norm::Part::Forward, *eps, &i[1])),
+            Op::RmsNormGradInput { eps } => Form::Norm(norm::Norm::new(norm::Which::Rms, norm::Part::GradInput, *eps, &i[1])),
+            Op::RmsNormGradWeight { eps } => Form::Norm(norm::Norm::new(norm::Which::Rms, norm::Part::GradWeight, *eps, &o[0])),
+            Op::LayerNorm { eps } => Form::Norm(norm::Norm::new(norm::Which::Layer, norm::Part::Forward, *eps, &i[1])),
+            Op::LayerNormGradInput { eps } => Form::Norm(norm::Norm::new(norm::Which::Layer, norm::Part::GradInput, *eps, &i[1])),
+            Op::LayerNormGradWeight { eps } => Form::Norm(norm::Norm::new(norm::Which::Layer, norm::Part::GradWeight, *eps, &o[0])),
             Op::Rope(rope) => Form::Rope(rope::RopeKernel::new(rope, context, rule.ins[0][1], &i[0])?),
-            Op::Attention(a) => Form::Attention(attention::AttentionKernel::new(a, context, &i)),
+            Op::Attention(a) | Op::AttentionSink(a) => Form::Attention(attention::AttentionKernel::new(a, context, &i)),
+            Op::SinkGrad => Form::SinkGrad(attention::SinkGrad::new(context, &i[1])),
+            Op::Append => Form::Append(append::Append::new(append::Part::Forward, context.extent('g'), i[0][3], o[0][3])),
+            Op::AppendGradHead => Form::Append(append::Append::new(append::Part::GradHead, context.extent('g'), o[0][3], i[0][3])),
+            Op::AppendGradTail => Form::Append(append::Append::new(append::Part::GradTail, context.extent('g'), i[0][3] - o[0][2], i[0][3])),
             Op::AttentionGrad(a) => Form::AttentionGrad(attention::AttentionKernel::new(a, context, &i)),
             Op::Embed => Form::Embed(embed::Embed::Lookup { table: extent(0, 0), width: i[0][1] }),
             Op::EmbedGrad => Form::Embed(embed::Embed::LookupGrad { table: context.extent(rule.outs[0].0[0]), width: o[0][1] }),
@@ -132,12 +139,15 @@ impl Kernel {
             Op::CeStatsGrad => Form::Loss(loss::Loss::StatsGrad { columns: extent(0, i[0].len() - 1) }),
             Op::Mean => Form::Loss(loss::Loss::Mean),
             Op::MeanGrad => Form::Loss(loss::Loss::MeanGrad),
-            Op::TopKGate { k, renormalize } => Form::Router(router::Router::gate(*k, *renormalize, extent(0, 2))),
-            Op::TopKGateGrad { k, renormalize } => Form::Router(router::Router::grad(*k, *renormalize, extent(0, 2))),
+            Op::TopKGate(router) => Form::Router(router::Router::gate(router, extent(0, 2))?),
+            Op::TopKGateGrad(router) => Form::Router(router::Router::grad(router, extent(0, 2))?),
+            Op::CorrectionGrad => Form::Pointwise(Pointwise::Zero),
             Op::Dispatch => Form::Routed(experts::Routed::new(experts::Routing::Dispatch, &i[1], i[0][2])),
             Op::CombineGradRows => Form::Routed(experts::Routed::new(experts::Routing::CombineGradRows, &i[1], i[0][2])),
             Op::Undispatch => Form::Routed(experts::Routed::new(experts::Routing::Undispatch, &i[1], i[0][3])),
             Op::Combine => Form::Routed(experts::Routed::new(experts::Routing::Combine, &i[1], i[0][3])),
+            Op::AddExpertBias => Form::Routed(experts::Routed::new(experts::Routing::AddBias, &i[2], i[1][1])),
+            Op::ExpertBiasGrad => Form::Routed(experts::Routed::new(experts::Routing::BiasGrad, &i[1], i[0][3])),
             Op::CombineGradGate => Form::Routed(experts::Routed::new(experts::Routing::CombineGradGate, &i[2], i[0][2])),
         };
         let scratch = workspace_bytes(op, &ins.iter().collect::<Vec<_>>()) / dtype.size();
@@ -182,6 +192,8 @@ impl Kernel {
             Form::Rope(r) => r.run(T::of(ins[0]), T::of_mut(&mut outs[0]), run.write),
             Form::Attention(a) => a.forward::<T>(ins, outs, &mut T::of_mut(&mut scratch)[..self.scratch], run),
             Form::AttentionGrad(a) => a.backward::<T>(ins, outs, &mut T::of_mut(&mut scratch)[..self.scratch], run),
+            Form::SinkGrad(s) => s.run::<T>(ins, outs, run.write),
+            Form::Append(a) => a.run::<T>(ins, outs, run.write),
             Form::Embed(e) => e.run::<T>(ins, outs, run.write),
             Form::Loss(l) => l.run::<T>(ins, outs, run),
             Form::Router(r) => r.run::<T>(ins, outs, run.write),

@@ -1,4 +1,4 @@
-//! RMS and layer normalisation over the last dim.
+//! RMS and layer normalisation over the last dims, those that the weight has.
 //!
 //! With r = 1 / √(mean(x − μ)² + ε), x̂ = (x − μ) · r and g = w · dy (μ = 0 for RMS):
 //! - y = x̂ · w (+ bias);
@@ -32,9 +32,9 @@ pub struct Norm {
 }
 
 impl Norm {
-    /// `x`: sizes of the normalised operand.
-    pub fn new(which: Which, part: Part, eps: f64, x: &[usize]) -> Norm {
-        Norm { which, part, eps, width: x.last().copied().unwrap_or(1) }
+    /// `weight`: sizes of the weight.
+    pub fn new(which: Which, part: Part, eps: f64, weight: &[usize]) -> Norm {
+        Norm { which, part, eps, width: weight.iter().product() }
     }
 
     pub fn run<T: Float>(&self, ins: &[Block<'_>], outs: &mut [BlockMut<'_>], write: Write) {

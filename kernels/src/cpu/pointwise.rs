@@ -4,13 +4,51 @@ use dplan_ir::op::Activation;
 use dplan_ir::program::Write;
 
 use super::block::{Block, BlockMut};
-use super::float::{Float, column_sums, fill};
+use super::float::{Float, clear, column_sums, fill};
+
+/// Runs the body once, with the name bound to the function x ↦ (value, slope): each activation gets loops of its own.
+macro_rules! with_function {
+    ($activation:expr, $t:ident, |$f:ident| $body:expr) => {
+        match $activation {
+            Activation::Silu => {
+                let $f = silu::<$t>;
+                $body
+            }
+            Activation::Gelu => {
+                let $f = gelu::<$t>;
+                $body
+            }
+            Activation::GeluTanh => {
+                let $f = gelu_tanh::<$t>;
+                $body
+            }
+            Activation::Relu => {
+                let $f = relu::<$t>;
+                $body
+            }
+            Activation::QuickGelu => {
+                let $f = quick_gelu::<$t>;
+                $body
+            }
+            Activation::Clamp { limit } => {
+                let $f = |x: $t| clamp(x, Some(-f64::from(limit)), f64::from(limit));
+                $body
+            }
+            Activation::ClampAbove { limit } => {
+                let $f = |x: $t| clamp(x, None, f64::from(limit));
+                $body
+            }
+        }
+    };
+}
 
 #[derive(Debug)]
 pub enum Pointwise {
     Add,
     Sub,
     Neg,
+    /// No operand matters.
+    Zero,
     /// The bias has `cols` elements.
     AddBias {
         cols: usize,
@@ -32,6 +70,7 @@ impl Pointwise {
             Pointwise::Add => map2(operand(0), operand(1), T::of_mut(&mut outs[0]), write, |x, y| x + y),
             Pointwise::Sub => map2(operand(0), operand(1), T::of_mut(&mut outs[0]), write, |x, y| x - y),
             Pointwise::Neg => map(operand(0), T::of_mut(&mut outs[0]), write, |x| -x),
+            Pointwise::Zero => clear(T::of_mut(&mut outs[0]), write),
             Pointwise::AddBias { cols } => {
                 let (x, bias) = (operand(0), operand(1));
                 for (x, out) in x.chunks_exact(*cols).zip(T::of_mut(&mut outs[0]).chunks_exact_mut(*cols)) {
@@ -44,37 +83,17 @@ impl Pointwise {
             }
             Pointwise::Act(f) => {
                 let (x, out) = (operand(0), T::of_mut(&mut outs[0]));
-                match f {
-                    Activation::Silu => map(x, out, write, |x| silu(x).0),
-                    Activation::Gelu => map(x, out, write, |x| gelu(x).0),
-                    Activation::GeluTanh => map(x, out, write, |x| gelu_tanh(x).0),
-                    Activation::Relu => map(x, out, write, |x| relu(x).0),
-                }
+                with_function!(*f, T, |f| map(x, out, write, |x| f(x).0));
             }
             Pointwise::ActGrad(f) => {
                 let (x, dy, out) = (operand(0), operand(1), T::of_mut(&mut outs[0]));
-                match f {
-                    Activation::Silu => map2(x, dy, out, write, |x, dy| dy * silu(x).1),
-                    Activation::Gelu => map2(x, dy, out, write, |x, dy| dy * gelu(x).1),
-                    Activation::GeluTanh => map2(x, dy, out, write, |x, dy| dy * gelu_tanh(x).1),
-                    Activation::Relu => map2(x, dy, out, write, |x, dy| dy * relu(x).1),
-                }
+                with_function!(*f, T, |f| map2(x, dy, out, write, |x, dy| dy * f(x).1));
             }
             Pointwise::Gated(f) => {
                 let (gate, up, out) = (operand(0), operand(1), T::of_mut(&mut outs[0]));
-                match f {
-                    Activation::Silu => map2(gate, up, out, write, |g, u| silu(g).0 * u),
-                    Activation::Gelu => map2(gate, up, out, write, |g, u| gelu(g).0 * u),
-                    Activation::GeluTanh => map2(gate, up, out, write, |g, u| gelu_tanh(g).0 * u),
-                    Activation::Relu => map2(gate, up, out, write, |g, u| relu(g).0 * u),
-                }
+                with_function!(*f, T, |f| map2(gate, up, out, write, |g, u| f(g).0 * u));
             }
-            Pointwise::GatedGrad(f) => match f {
-                Activation::Silu => gated_grad::<T>(ins, outs, write, silu),
-                Activation::Gelu => gated_grad::<T>(ins, outs, write, gelu),
-                Activation::GeluTanh => gated_grad::<T>(ins, outs, write, gelu_tanh),
-                Activation::Relu => gated_grad::<T>(ins, outs, write, relu),
-            },
+            Pointwise::GatedGrad(f) => with_function!(*f, T, |f| gated_grad::<T>(ins, outs, write, f)),
         }
     }
 }
@@ -142,4 +161,23 @@ fn gelu_tanh<T: Float>(x: T) -> (T, T) {
 #[inline(always)]
 fn relu<T: Float>(x: T) -> (T, T) {
     if x > T::ZERO { (x, T::ONE) } else { (T::ZERO, T::ZERO) }
+}
+
+/// Value and slope of x · σ(1.702 x).
+#[inline(always)]
+fn quick_gelu<T: Float>(x: T) -> (T, T) {
+    let a = T::from_f64(1.702);
+    let s = (a * x).sigmoid();
+    (x * s, s * (T::ONE + a * x * (T::ONE - s)))
+}
+
+/// Value and slope of x held between two limits.
+#[inline(always)]
+fn clamp<T: Float>(x: T, low: Option<f64>, high: f64) -> (T, T) {
+    let high = T::from_f64(high);
+    match low.map(T::from_f64) {
+        _ if x > high => (high, T::ZERO),
+        Some(low) if x < low => (low, T::ZERO),
+        _ => (x, T::ONE),
+    }
 }

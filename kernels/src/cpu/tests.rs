@@ -4,7 +4,7 @@ use super::*;
 use dplan_ir::extent::Extent;
 use dplan_ir::graph::Layout;
 use dplan_ir::interp::{Tensor, op::eval};
-use dplan_ir::op::{Activation, Attention, Mask, Renormalize, Rope, Rotation, Spec};
+use dplan_ir::op::{Activation, Attention, Correction, GroupScore, Groups, Mask, Pairs, Renormalize, Rope, Rotation, Router, Score, Spec};
 use dplan_ir::order::Order;
 
 /// An op on one block: `letters` gives (label, start, length, logical size) of each factor.
@@ -60,16 +60,22 @@ fn cases() -> Vec<Case> {
         case(Op::Mean, &[2], &[0], rows),
         case(Op::MeanGrad, &[], &[2], rows),
     ];
-    for activation in [Activation::Silu, Activation::Gelu, Activation::GeluTanh, Activation::Relu] {
+    let clamps = [Activation::Clamp { limit: 1 }, Activation::ClampAbove { limit: 1 }, Activation::QuickGelu];
+    for activation in [Activation::Silu, Activation::Gelu, Activation::GeluTanh, Activation::Relu].into_iter().chain(clamps) {
         all.push(case(Op::Act(activation), &[3], &[3], rows));
         all.push(case(Op::ActGrad(activation), &[3, 3], &[3], rows));
         all.push(case(Op::Gated(activation), &[3, 3], &[3], rows));
         all.push(case(Op::GatedGrad(activation), &[3, 3, 3], &[3, 3], rows));
     }
     for rotation in [Rotation::Forward, Rotation::Inverse] {
-        let rope = |pairs: u32| Op::Rope(Rope { rotation, inv_freq: (0..pairs).map(|i| 100f64.powf(-f64::from(i) / f64::from(pairs))).collect() });
+        let frequencies = |pairs: u32| (0..pairs).map(|i| 100f64.powf(-f64::from(i) / f64::from(pairs))).collect();
+        let rope = |pairs: u32| Op::Rope(Rope::whole(rotation, frequencies(pairs)));
         all.push(case(rope(3), &[5], &[5], &[('a', 0, 2, 2), ('b', 7, 5, 20), ('c', 0, 2, 2), ('d', 0, 3, 3), ('e', 0, 6, 6)]));
         all.push(case(rope(70), &[3], &[3], &[('a', 0, 2, 2), ('b', 7, 5, 20), ('c', 0, 140, 140)]));
+        for (pairs, start) in [(Pairs::Halves, 3), (Pairs::Neighbours, 0), (Pairs::Neighbours, 5)] {
+            let part = Op::Rope(Rope { rotation, pairs, start, scale: 1.3, inv_freq: frequencies(66) });
+            all.push(case(part, &[4], &[4], &[('a', 0, 2, 2), ('b', 7, 5, 20), ('c', 0, 2, 2), ('d', 0, 140, 140)]));
+        }
     }
     // Whole blocks; queries that begin later; padding heads; more queries than one tile has.
     let attention: [&'static [(char, u64, u64, u64)]; 3] = [
@@ -82,8 +88,19 @@ fn cases() -> Vec<Case> {
             let op = Attention { mask: Mask { causal: mask.0, window: mask.1 }, scale: 0.4 };
             all.push(case(Op::Attention(op), &[5, 4, 4], &[5, 4], letters));
             all.push(case(Op::AttentionGrad(op), &[5, 4, 4, 5, 4, 5], &[5, 4, 4], letters));
+            all.push(case(Op::AttentionSink(op), &[5, 4, 4, 2], &[5, 4], letters));
         }
     }
+    for letters in [&attention[0][..], &attention[1][..]] {
+        all.push(case(Op::SinkGrad, &[2, 5, 4, 5], &[2], letters));
+    }
+    let joined: &[(char, u64, u64, u64)] = &[('b', 0, 2, 2), ('t', 0, 7, 7), ('g', 2, 3, 4), ('n', 0, 5, 5), ('m', 0, 3, 3), ('d', 0, 8, 8)];
+    all.push(case(Op::Append, &[4, 3], &[4], joined));
+    all.push(case(Op::AppendGradHead, &[4], &[4], joined));
+    all.push(case(Op::AppendGradTail, &[4], &[3], joined));
+    all.push(case(Op::RmsNorm { eps: 1e-5 }, &[3, 2], &[3], rows));
+    all.push(case(Op::RmsNormGradInput { eps: 1e-5 }, &[3, 2, 3], &[3], rows));
+    all.push(case(Op::RmsNormGradWeight { eps: 1e-5 }, &[3, 3], &[2], wide));
     // All columns; some of them padding; nothing but padding.
     let columns: [&'static [(char, u64, u64, u64)]; 3] = [
         &[('a', 0, 2, 2), ('b', 0, 5, 5), ('c', 0, 37, 37)],
@@ -95,9 +112,20 @@ fn cases() -> Vec<Case> {
         all.push(case(Op::CeStatsGrad, &[3, 2, 2, 2, 2], &[3], letters));
     }
     let experts: &[(char, u64, u64, u64)] = &[('b', 0, 3, 3), ('s', 0, 7, 7), ('e', 0, 5, 5), ('h', 0, 11, 11), ('f', 0, 6, 6)];
+    let grouped: &[(char, u64, u64, u64)] = &[('b', 0, 3, 3), ('s', 0, 7, 7), ('e', 0, 9, 9)];
+    all.push(case(Op::CorrectionGrad, &[3], &[1], experts));
     for renormalize in [Renormalize::Yes, Renormalize::No] {
-        all.push(case(Op::TopKGate { k: TOP_K, renormalize }, &[3], &[3], experts));
-        all.push(case(Op::TopKGateGrad { k: TOP_K, renormalize }, &[3, 3, 3], &[3], experts));
+        for score in [Score::Softmax, Score::Sigmoid] {
+            for (correction, ins) in [(Correction::No, &[3][..]), (Correction::Added, &[3, 1][..])] {
+                for groups in [None, Some(GroupScore::Best), Some(GroupScore::TwoBest)] {
+                    let groups = groups.map(|by| Groups { count: 3, kept: 2, by });
+                    let router = Router { k: TOP_K, score, renormalize, groups, correction, scale: 1.5 };
+                    let letters = if groups.is_some() { grouped } else { experts };
+                    all.push(case(Op::TopKGate(router), ins, &[3], letters));
+                    all.push(case(Op::TopKGateGrad(router), &[3, 3, 3], &[3], letters));
+                }
+            }
+        }
     }
     let expert = |left: &str, right: &str, out: &str| Op::ExpertEinsum(spec(left, right, out));
     all.extend([
@@ -106,6 +134,8 @@ fn cases() -> Vec<Case> {
         case(Op::Combine, &[4, 3], &[3], experts),
         case(Op::CombineGradRows, &[3, 3], &[4], experts),
         case(Op::CombineGradGate, &[3, 4, 3], &[3], experts),
+        case(Op::AddExpertBias, &[4, 2, 3], &[4], experts),
+        case(Op::ExpertBiasGrad, &[4, 3], &[2], experts),
         case(expert("bseh", "efh", "bsef"), &[4, 3, 3], &[4], experts),
         case(expert("bsef", "efh", "bseh"), &[4, 3, 3], &[4], experts),
         case(expert("bsef", "bseh", "efh"), &[4, 4, 3], &[3], experts),
@@ -162,9 +192,9 @@ fn check_in(case: &Case, order: Order, dtype: DType, write: Write, tolerance: f6
     let in_types: Vec<LocalType> = rule.ins.iter().enumerate().map(|(i, l)| local(l, if is_index(i) { DType::I32 } else { dtype })).collect();
     let out_types: Vec<LocalType> = rule.outs.iter().map(|(l, _)| local(l, dtype)).collect();
     let gate_at = match op {
-        Op::TopKGateGrad { .. } => Some(1),
+        Op::TopKGateGrad(_) | Op::ExpertBiasGrad => Some(1),
         Op::Dispatch | Op::Undispatch | Op::Combine | Op::CombineGradRows => Some(1),
-        Op::CombineGradGate | Op::ExpertEinsum(_) => Some(2),
+        Op::CombineGradGate | Op::ExpertEinsum(_) | Op::AddExpertBias => Some(2),
         _ => None,
     };
     let gate = gate_at.map(|at| {

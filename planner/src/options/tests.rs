@@ -11,7 +11,7 @@ use dplan_ir::entity::{NodeId, ValueId};
 use dplan_ir::extent::node_rule;
 use dplan_ir::grad::differentiate;
 use dplan_ir::graph::Init;
-use dplan_ir::op::{Activation, Attention, Mask, Op, Renormalize, Rope, Rotation, Spec};
+use dplan_ir::op::{Activation, Attention, Mask, Op, Renormalize, Rope, Rotation, Router, Spec};
 
 /// Sizes of a small decoder.
 #[derive(Clone, Copy, Debug)]
@@ -58,7 +58,7 @@ pub(crate) fn llama(s: Sizes, dtype: DType) -> Graph {
         let q = b.op(&n("q"), einsum("bsh", "grdh", "bsgrd"), &[y, wq]).unwrap();
         let k = b.op(&n("k"), einsum("bsh", "gdh", "bsgd"), &[y, wk]).unwrap();
         let v = b.op(&n("v"), einsum("bsh", "gdh", "bsgd"), &[y, wv]).unwrap();
-        let rope = || Op::Rope(Rope { rotation: Rotation::Forward, inv_freq: vec![1.0; s.head as usize / 2] });
+        let rope = || Op::Rope(Rope::whole(Rotation::Forward, vec![1.0; s.head as usize / 2]));
         let q = b.op(&n("rq"), rope(), &[q]).unwrap();
         let k = b.op(&n("rk"), rope(), &[k]).unwrap();
         let attention = Op::Attention(Attention { mask: Mask { causal: true, window: None }, scale: 0.5 });
@@ -82,7 +82,7 @@ pub(crate) fn llama(s: Sizes, dtype: DType) -> Graph {
                 let [wg, wu] = ["wg", "wu"].map(|name| b.param(&n(name), dtype, &[e, f, h], normal, vec![]));
                 let wd = b.param(&n("wd"), dtype, &[e, h, f], normal, vec![]);
                 let logits = b.op(&n("l"), einsum("bsh", "eh", "bse"), &[y, router]).unwrap();
-                let gate = b.op(&n("gate"), Op::TopKGate { k, renormalize: Renormalize::Yes }, &[logits]).unwrap();
+                let gate = b.op(&n("gate"), Op::TopKGate(Router::softmax(k, Renormalize::Yes)), &[logits]).unwrap();
                 let rows = b.op(&n("rows"), Op::Dispatch, &[y, gate]).unwrap();
                 let expert = |l: &str, r: &str, o: &str| Op::ExpertEinsum(Spec { left: l.into(), right: r.into(), out: o.into() });
                 let g = b.op(&n("g"), expert("bseh", "efh", "bsef"), &[rows, wg, gate]).unwrap();

@@ -10,7 +10,7 @@ use dplan_ir::grad::differentiate;
 use dplan_ir::graph::{Graph, Init, Layout};
 use dplan_ir::interp::Tensor;
 use dplan_ir::mesh::{AxisSet, Mesh};
-use dplan_ir::op::{Activation, Attention, Mask, Op, Renormalize, Rope, Rotation, Spec};
+use dplan_ir::op::{Activation, Attention, Mask, Op, Renormalize, Rope, Rotation, Router, Spec};
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::plan::{Clip, Gathered, LayerPlan, Plan, Recompute, Schedule, StagePlan, Zero};
 use dplan_ir::rule::{Assignment, Split};
@@ -116,7 +116,7 @@ pub fn graph(m: &Model) -> Graph {
         let k = b.op(&name("k"), spec("bsh,gdh->bsgd"), &[y, wk]).unwrap();
         let val = b.op(&name("v"), spec("bsh,gdh->bsgd"), &[y, wv]).unwrap();
         let rope = |b: &mut Builder, what: &str, x| {
-            let rope = Rope { rotation: Rotation::Forward, inv_freq: vec![1.0, 0.1] };
+            let rope = Rope::whole(Rotation::Forward, vec![1.0, 0.1]);
             b.op(&name(what), Op::Rope(rope), &[x]).unwrap()
         };
         let (q, k) = (rope(&mut b, "rq", q), rope(&mut b, "rk", k));
@@ -147,7 +147,7 @@ pub fn graph(m: &Model) -> Graph {
                 let router = weight(&mut b, name("router"), &[e, h]);
                 let (w1, w2) = (weight(&mut b, name("w1"), &[e, f, h]), weight(&mut b, name("w2"), &[e, h, f]));
                 let scores = b.op(&name("scores"), spec("bsh,eh->bse"), &[y, router]).unwrap();
-                let gate = b.op(&name("topk"), Op::TopKGate { k: 2, renormalize: Renormalize::Yes }, &[scores]).unwrap();
+                let gate = b.op(&name("topk"), Op::TopKGate(Router::softmax(2, Renormalize::Yes)), &[scores]).unwrap();
                 let rows = b.op(&name("dispatch"), Op::Dispatch, &[y, gate]).unwrap();
                 let z = b.op(&name("up"), Op::ExpertEinsum(parse("bseh,efh->bsef")), &[rows, w1, gate]).unwrap();
                 let z = b.op(&name("act"), Op::Act(Activation::Silu), &[z]).unwrap();

@@ -277,7 +277,7 @@ impl<'a> Reader<'a> {
     /// The gate by which the results of a node are routed, if they are; all routed operands must be routed by the same one.
     fn gate(&self, op: &Op, inputs: &[ValueId]) -> Result<Option<ValueId>, String> {
         let routed: Vec<Option<ValueId>> = inputs.iter().map(|v| self.gates[v.0 as usize]).collect();
-        let is_gate = |v: &ValueId| self.sketch.graph.producer(*v).is_some_and(|p| matches!(self.sketch.graph.nodes[p].op, Op::TopKGate { .. }));
+        let is_gate = |v: &ValueId| self.sketch.graph.producer(*v).is_some_and(|p| matches!(self.sketch.graph.nodes[p].op, Op::TopKGate(_)));
         let given = match op {
             Op::Dispatch => inputs.get(1),
             Op::Combine => inputs.get(1),

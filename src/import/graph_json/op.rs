@@ -1,6 +1,6 @@
 //! The ops of graph JSON and their attributes: the forward ops of [`Op`], under the names of the text form, and `cross_entropy`, which is three of them.
 
-use dplan_ir::op::{Activation, Attention, Mask, Op, Renormalize, Rope, Rotation, Spec};
+use dplan_ir::op::{Activation, Attention, Mask, Op, Renormalize, Rope, Rotation, Router, Spec};
 
 use crate::import::ImportError;
 use crate::import::json::At;
@@ -104,14 +104,14 @@ impl Written {
             Written::Rope { .. } if last % 2 != 0 => Err(format!("turns pairs, but heads have {last} elements")),
             Written::Rope { theta } => {
                 let inv_freq = (0..last / 2).map(|i| theta.powf(-(2.0 * i as f64) / last as f64)).collect();
-                Ok(Op::Rope(Rope { rotation: Rotation::Forward, inv_freq }))
+                Ok(Op::Rope(Rope::whole(Rotation::Forward, inv_freq)))
             }
             Written::Attention { mask, scale } => {
                 let scale = scale.unwrap_or(1.0 / (last.max(1) as f64).sqrt());
                 Ok(Op::Attention(Attention { mask, scale }))
             }
             Written::TopKGate { k, .. } if k > last => Err(format!("keeps {k} of {last} experts")),
-            Written::TopKGate { k, renormalize } => Ok(Op::TopKGate { k, renormalize }),
+            Written::TopKGate { k, renormalize } => Ok(Op::TopKGate(Router::softmax(k, renormalize))),
             Written::CrossEntropy => Ok(Op::CeStats),
         }
     }
@@ -131,7 +131,7 @@ fn eps(node: &At<'_>) -> Result<f64, ImportError> {
 fn rope(node: &At<'_>) -> Result<Written, ImportError> {
     if let Some(at) = node.get_or_null("inv_freq") {
         let inv_freq = at.array()?.iter().map(At::number).collect::<Result<Vec<f64>, _>>()?;
-        return Ok(Written::Op(Op::Rope(Rope { rotation: Rotation::Forward, inv_freq })));
+        return Ok(Written::Op(Op::Rope(Rope::whole(Rotation::Forward, inv_freq))));
     }
     let theta = node.get_or_null("theta").map_or(Ok(10_000.0), |at| at.positive_number())?;
     Ok(Written::Rope { theta })

@@ -7,7 +7,7 @@ use dplan_ir::graph::Init;
 use dplan_ir::op::{Activation, Attention, Mask, Op};
 
 use super::Context;
-use super::net::{Net, Sizes, part};
+use super::net::{Net, Sizes, Targets, part};
 use crate::import::{ImportError, limits};
 
 /// Numbers all blocks share.
@@ -68,7 +68,7 @@ pub fn build(context: &mut Context<'_>) -> Result<(Net, u64), ImportError> {
     };
     context.note_dropout(&["resid_pdrop", "embd_pdrop", "attn_pdrop"])?;
     let seq = context.seq(positions)?;
-    let mut net = Net::new(context, &Sizes { seq, hidden, kv_heads: heads, group: 1, head, ffn, vocab })?;
+    let mut net = Net::new(context, &Sizes { seq, hidden, kv_heads: heads, group: 1, head, ffn, vocab }, Targets::PerToken)?;
 
     let d = net.dims;
     let table = net.whole_matrix("transformer.wte.weight", &[d.v, d.h], &[vocab, hidden]);
@@ -81,7 +81,7 @@ pub fn build(context: &mut Context<'_>) -> Result<(Net, u64), ImportError> {
         x = self::layer(&mut net, &block, layer, x)?;
     }
     net.builder.set_layer(layers as u32 + 1);
-    let x = norm(&mut net, "norm", "transformer.ln_f", block.eps, x)?;
+    let x = net.layer_norm("norm", "transformer.ln_f", block.eps, x)?;
     let head = if context.flag("tie_word_embeddings", true)? { table } else { net.whole_matrix("lm_head.weight", &[d.v, d.h], &[vocab, hidden]) };
     net.head(x, head)?;
     Ok((net, positions))
@@ -92,7 +92,7 @@ fn layer(net: &mut Net, block: &Block, layer: u64, x: ValueId) -> Result<ValueId
     let tensor = |part: &str| format!("transformer.h.{}.{part}", layer - 1);
     let d = net.dims;
 
-    let normed = norm(net, &name("norm1"), &tensor("ln_1"), block.eps, x)?;
+    let normed = net.layer_norm(&name("norm1"), &tensor("ln_1"), block.eps, x)?;
     let (fused_weight, fused_bias) = (tensor("attn.c_attn.weight"), tensor("attn.c_attn.bias"));
     let mut qkv = Vec::with_capacity(3);
     for (index, label) in ["q", "k", "v"].into_iter().enumerate() {
@@ -116,7 +116,7 @@ fn layer(net: &mut Net, block: &Block, layer: u64, x: ValueId) -> Result<ValueId
     let projected = net.op(&name("o"), Op::AddBias, &[projected, bias])?;
     let x = net.op(&name("res1"), Op::Add, &[x, projected])?;
 
-    let normed = norm(net, &name("norm2"), &tensor("ln_2"), block.eps, x)?;
+    let normed = net.layer_norm(&name("norm2"), &tensor("ln_2"), block.eps, x)?;
     let weight = net.whole_matrix(&tensor("mlp.c_fc.weight"), &[d.h, d.f], &[block.hidden, block.ffn]);
     let bias = net.whole_vector(&tensor("mlp.c_fc.bias"), &[d.f], Init::Zeros);
     let up = net.product(&name("up.matmul"), "bsh,hf->bsf", normed, weight)?;
@@ -127,11 +127,4 @@ fn layer(net: &mut Net, block: &Block, layer: u64, x: ValueId) -> Result<ValueId
     let down = net.product(&name("down.matmul"), "bsf,fh->bsh", active, weight)?;
     let down = net.op(&name("down"), Op::AddBias, &[down, bias])?;
     net.op(&name("res2"), Op::Add, &[x, down])
-}
-
-fn norm(net: &mut Net, name: &str, tensor: &str, eps: f64, x: ValueId) -> Result<ValueId, ImportError> {
-    let h = net.dims.h;
-    let weight = net.whole_vector(&format!("{tensor}.weight"), &[h], Init::Ones);
-    let bias = net.whole_vector(&format!("{tensor}.bias"), &[h], Init::Zeros);
-    net.op(name, Op::LayerNorm { eps }, &[x, weight, bias])
 }

@@ -1,13 +1,15 @@
-//! The Llama-like families: rotary positions, RMS norms, grouped-query heads, gated feed-forward; mixtral's is a mixture of experts.
+//! The Llama-like families: rotary positions, RMS norms, grouped-query or latent attention, gated feed-forwards or mixtures of experts.
 //!
 //! x ← x + attention(norm(x)); x ← x + W_down·(f(W_gate·n) ⊙ (W_up·n)), n = norm(x). What differs between families is data: [`Family`].
 
-use dplan_ir::entity::ValueId;
-use dplan_ir::graph::Init;
-use dplan_ir::op::{Activation, Attention, Mask, Op, Rope};
+use dplan_ir::op::{Activation, Rope};
 
-use super::net::{Net, Sizes};
-use super::{Context, mixtral, rope};
+use super::decoder;
+use super::experts;
+use super::families::{AttentionKind, Bias, Family, FfnKind, Turning, WindowRule, family};
+use super::latent;
+use super::net::{Net, Sizes, Targets};
+use super::{Context, rope};
 use crate::import::json::At;
 use crate::import::{ImportError, limits};
 
@@ -15,162 +17,141 @@ use crate::import::{ImportError, limits};
 const MAX_HEAD: u64 = 1 << 16;
 const MAX_HEADS: u64 = 1 << 20;
 
-/// Defaults of absent keys, and the parts a family has.
-struct Family {
-    vocab: u64,
-    ffn: u64,
-    /// If absent, as many as heads.
-    kv_heads: Option<u64>,
-    /// If absent, hidden / heads.
-    head_dim: Option<u64>,
-    positions: u64,
-    eps: f64,
-    theta: f64,
-    qkv_bias: Bias,
-    /// Bias of the output projection and, if the family has that key, of the feed-forward.
-    o_bias: Bias,
-    mlp_bias: Bias,
-    qk_norm: QkNorm,
-    window: WindowRule,
-    ffn_kind: FfnKind,
+/// What all blocks share.
+pub struct Block {
+    pub family: &'static Family,
+    pub hidden: u64,
+    pub heads: u64,
+    pub kv_heads: u64,
+    pub head: u64,
+    pub ffn: u64,
+    pub activation: Activation,
+    pub eps: f64,
+    pub qkv_bias: bool,
+    pub o_bias: bool,
+    pub mlp_bias: bool,
+    pub latent: Option<latent::Latent>,
+    pub experts: Option<experts::Experts>,
 }
 
-#[derive(Clone, Copy)]
-enum Bias {
-    Never,
-    Always,
-    /// If this key is true.
-    Key(&'static str),
+/// What a block has of its own.
+pub struct Own {
+    pub window: Option<u64>,
+    pub rope: Rope,
+    pub ffn: Ffn,
 }
 
-/// Norms of each query and key head, before rotation.
-#[derive(Clone, Copy, PartialEq)]
-enum QkNorm {
-    No,
-    Yes,
-}
-
-#[derive(Clone, Copy)]
-enum WindowRule {
-    /// The family ignores `sliding_window`.
-    Never,
-    /// `sliding_window` holds for all layers; absent, it is this; null, there is none.
-    All { absent: Option<u64> },
-    /// `sliding_window` (4096 if absent) holds if `use_sliding_window`, in the layers `layer_types` names or from `max_window_layers` on.
-    Opted,
-}
-
-#[derive(Clone, Copy)]
-enum FfnKind {
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Ffn {
     Dense,
     Experts,
 }
 
-const LLAMA: Family = Family {
-    vocab: 32000,
-    ffn: 11008,
-    kv_heads: None,
-    head_dim: None,
-    positions: 2048,
-    eps: 1e-6,
-    theta: 1e4,
-    qkv_bias: Bias::Key("attention_bias"),
-    o_bias: Bias::Key("attention_bias"),
-    mlp_bias: Bias::Key("mlp_bias"),
-    qk_norm: QkNorm::No,
-    window: WindowRule::Never,
-    ffn_kind: FfnKind::Dense,
-};
-
-const MISTRAL: Family = Family {
-    ffn: 14336,
-    kv_heads: Some(8),
-    positions: 131072,
-    qkv_bias: Bias::Never,
-    o_bias: Bias::Never,
-    mlp_bias: Bias::Never,
-    window: WindowRule::All { absent: Some(4096) },
-    ..LLAMA
-};
-
-const QWEN2: Family = Family {
-    vocab: 151936,
-    ffn: 22016,
-    kv_heads: Some(32),
-    positions: 32768,
-    qkv_bias: Bias::Always,
-    o_bias: Bias::Never,
-    mlp_bias: Bias::Never,
-    window: WindowRule::Opted,
-    ..LLAMA
-};
-
-const QWEN3: Family =
-    Family { head_dim: Some(128), qkv_bias: Bias::Key("attention_bias"), o_bias: Bias::Key("attention_bias"), qk_norm: QkNorm::Yes, ..QWEN2 };
-
-const MIXTRAL: Family = Family { eps: 1e-5, theta: 1e6, window: WindowRule::All { absent: None }, ffn_kind: FfnKind::Experts, ..MISTRAL };
-
-/// What all blocks share.
-struct Block {
-    hidden: u64,
-    heads: u64,
-    kv_heads: u64,
-    head: u64,
-    ffn: u64,
-    activation: Activation,
-    eps: f64,
-    rope: Rope,
-    qkv_bias: bool,
-    o_bias: bool,
-    mlp_bias: bool,
-    qk_norm: QkNorm,
-    experts: Option<mixtral::Experts>,
-}
-
 /// The graph, and how many positions the model has.
-pub fn build(context: &mut Context<'_>, family: &str) -> Result<(Net, u64), ImportError> {
-    let family = match family {
-        "mistral" => &MISTRAL,
-        "qwen2" => &QWEN2,
-        "qwen3" => &QWEN3,
-        "mixtral" => &MIXTRAL,
-        _ => &LLAMA,
-    };
-    let layers = context.layers(&["num_hidden_layers"], 32)?;
+pub fn build(context: &mut Context<'_>, name: &str) -> Result<(Net, u64), ImportError> {
+    let family = family(name);
+    let layers = context.layers(&["num_hidden_layers"], family.layers)?;
     let vocab = context.size("vocab_size", family.vocab)?;
     let positions = context.size("max_position_embeddings", family.positions)?;
-    let mut block = block(context, family, positions)?;
-    context.note_dropout(&["attention_dropout"])?;
+    context.note_dropout(&["attention_dropout", "resid_pdrop", "embd_pdrop"])?;
+    leave_out(context, name)?;
     let seq = context.seq(positions)?;
+    let latent = match family.attention {
+        AttentionKind::Latent => Some(latent::numbers(context, positions, seq)?),
+        AttentionKind::Grouped | AttentionKind::Sinks => None,
+    };
+    let mut block = block(context, family, latent.as_ref().map(latent::Numbers::head))?;
+    let experts = match family.ffn_kind {
+        FfnKind::Dense => None,
+        FfnKind::Experts(style) => Some(experts::numbers(context, style, layers)?),
+    };
     let windows = windows(context, family.window, layers)?;
+    if let Some(experts) = experts.as_ref().filter(|e| e.sparse.iter().all(|&s| s)) {
+        block.ffn = experts.width;
+    }
+    let own = own(context, &block, (positions, seq), windows, experts.as_ref())?;
     let sizes =
         Sizes { seq, hidden: block.hidden, kv_heads: block.kv_heads, group: block.heads / block.kv_heads, head: block.head, ffn: block.ffn, vocab };
-    let mut net = Net::new(context, &sizes)?;
-    if let FfnKind::Experts = family.ffn_kind {
-        block.experts = Some(mixtral::experts(context, &mut net, layers)?);
-    }
+    let mut net = Net::new(context, &sizes, Targets::PerToken)?;
+    block.latent = latent.map(|numbers| numbers.latent(&mut net));
+    block.experts = experts.filter(|e| e.sparse.contains(&true)).map(|e| e.experts(&mut net));
 
     let d = net.dims;
     let table = net.whole_matrix("model.embed_tokens.weight", &[d.v, d.h], &[vocab, block.hidden]);
     let mut x = net.embed(table)?;
-    for (layer, window) in (1..=layers).zip(windows) {
+    for (layer, own) in (1..=layers).zip(&own) {
         net.builder.set_layer(layer as u32);
-        // A window that holds the whole sequence hides nothing.
-        x = self::layer(&mut net, &block, layer, window.filter(|w| *w < seq), x)?;
+        x = decoder::layer(&mut net, &block, layer, own, x)?;
     }
     net.builder.set_layer(layers as u32 + 1);
-    let x = norm(&mut net, "norm", "model.norm.weight", block.eps, x)?;
+    let x = net.rms_norm("norm", "model.norm.weight", &[d.h], block.eps, x)?;
     let head =
         if context.flag("tie_word_embeddings", false)? { table } else { net.whole_matrix("lm_head.weight", &[d.v, d.h], &[vocab, block.hidden]) };
     net.head(x, head)?;
     Ok((net, positions))
 }
 
-fn block(context: &Context<'_>, family: &Family, positions: u64) -> Result<Block, ImportError> {
+/// Says, or refuses, what the family's graph does not compute.
+fn leave_out(context: &mut Context<'_>, name: &str) -> Result<(), ImportError> {
     let config = context.config;
-    let hidden = context.size("hidden_size", 4096)?;
-    let heads = context.bounded(&["num_attention_heads"], 32, MAX_HEADS)?;
+    if let Some(at) = config.get("num_nextn_predict_layers")
+        && at.integer(0..=u64::MAX)? > 0
+    {
+        context.notes.push(format!("the {} layers that predict further tokens are left out", at.value()));
+    }
+    if name == "glm_moe_dsa" {
+        context
+            .notes
+            .push("the indexer of sparse attention, which has no gradient of the loss, is left out: every query sees all keys before it".into());
+    }
+    for (key, right) in [("swiglu_limit", f64::from(experts::LIMIT)), ("swiglu_alpha", 1.702)] {
+        if let Some(at) = config.get(key).filter(|_| name == "gpt_oss")
+            && at.number()? != right
+        {
+            return Err(at.wrong(&at.found(), &format!("{right}")));
+        }
+    }
+    Ok(())
+}
+
+/// Window, rotation and kind of feed-forward of each block.
+fn own(
+    context: &Context<'_>,
+    block: &Block,
+    (positions, seq): (u64, u64),
+    windows: Vec<Option<u64>>,
+    experts: Option<&experts::Numbers>,
+) -> Result<Vec<Own>, ImportError> {
+    let defaults = rope::Defaults { head: block.head, theta: block.family.theta, part: 1.0, positions, seq };
+    let (full, sliding) = match (block.family.attention, block.family.window) {
+        // Latent attention has a rotation of its own.
+        (AttentionKind::Latent, _) => {
+            let none = Rope::whole(dplan_ir::op::Rotation::Forward, Vec::new());
+            (none.clone(), none)
+        }
+        (_, WindowRule::Turns { rotation: Turning::Plain, .. }) => {
+            (rope::rope(context.config, defaults, "full_attention")?, rope::plain(context.config, defaults)?)
+        }
+        _ => {
+            let full = rope::rope(context.config, defaults, "full_attention")?;
+            (full.clone(), full)
+        }
+    };
+    let ffn = |i: usize| if experts.is_some_and(|e| e.sparse[i]) { Ffn::Experts } else { Ffn::Dense };
+    let rope = |window: &Option<u64>| if window.is_some() { sliding.clone() } else { full.clone() };
+    // A window that holds the whole sequence hides nothing.
+    Ok(windows.iter().enumerate().map(|(i, w)| Own { window: w.filter(|&w| w < seq), rope: rope(w), ffn: ffn(i) }).collect())
+}
+
+fn block(context: &Context<'_>, family: &'static Family, latent_head: Option<u64>) -> Result<Block, ImportError> {
+    let config = context.config;
+    let hidden = context.size("hidden_size", family.hidden)?;
+    let heads = context.bounded(&["num_attention_heads"], family.heads, MAX_HEADS)?;
     let heads_at = config.get("num_attention_heads").unwrap_or_else(|| config.clone());
+    // Of a latent, every head gets keys and values of its own.
+    if let Some(head) = latent_head {
+        return rest(context, family, Heads { hidden, heads, kv_heads: heads, head });
+    }
     // In `transformers` a null is as good as absence here, but the defaults differ: null is "as many as heads", absence the family's number.
     let (kv_heads, kv_at) = match config.get_or_null("num_key_value_heads") {
         Some(at) if at.value().is_null() => (heads, at),
@@ -204,12 +185,24 @@ fn block(context: &Context<'_>, family: &Family, positions: u64) -> Result<Block
             &format!("so that heads have an even number of elements, at most {MAX_HEAD}: rotary positions turn pairs"),
         ));
     }
+    rest(context, family, Heads { hidden, heads, kv_heads, head })
+}
+
+struct Heads {
+    hidden: u64,
+    heads: u64,
+    kv_heads: u64,
+    head: u64,
+}
+
+fn rest(context: &Context<'_>, family: &'static Family, Heads { hidden, heads, kv_heads, head }: Heads) -> Result<Block, ImportError> {
     let bias = |bias: Bias| match bias {
         Bias::Never => Ok(false),
         Bias::Always => Ok(true),
-        Bias::Key(key) => context.flag(key, false),
+        Bias::Key(key, default) => context.flag(key, default),
     };
     Ok(Block {
+        family,
         hidden,
         heads,
         kv_heads,
@@ -217,11 +210,10 @@ fn block(context: &Context<'_>, family: &Family, positions: u64) -> Result<Block
         ffn: context.size("intermediate_size", family.ffn)?,
         activation: context.activation("hidden_act", Activation::Silu)?,
         eps: context.positive("rms_norm_eps", family.eps)?,
-        rope: rope::rope(config, head, family.theta, positions)?,
         qkv_bias: bias(family.qkv_bias)?,
         o_bias: bias(family.o_bias)?,
         mlp_bias: bias(family.mlp_bias)?,
-        qk_norm: family.qk_norm,
+        latent: None,
         experts: None,
     })
 }
@@ -238,6 +230,17 @@ fn windows(context: &Context<'_>, rule: WindowRule, layers: u64) -> Result<Vec<O
     match rule {
         WindowRule::Never => Ok(vec![None; count]),
         WindowRule::All { absent } => Ok(vec![size(absent)?; count]),
+        WindowRule::Flagged => {
+            let window = if context.flag("use_sliding_window", false)? { size(Some(4096))? } else { None };
+            Ok(vec![window; count])
+        }
+        WindowRule::Turns { absent, full, .. } => {
+            let window = size(Some(absent))?;
+            match config.get("layer_types") {
+                Some(types) => layer_types(&types, window, count),
+                None => Ok((1..=layers).map(|i| window.filter(|_| i % full != 0)).collect()),
+            }
+        }
         WindowRule::Opted if !context.flag("use_sliding_window", false)? => Ok(vec![None; count]),
         WindowRule::Opted => {
             let window = size(Some(4096))?;
@@ -266,84 +269,4 @@ fn layer_types(types: &At<'_>, window: Option<u64>, layers: usize) -> Result<Vec
             _ => Err(at.wrong(&at.found(), "full_attention or sliding_attention")),
         })
         .collect()
-}
-
-fn layer(net: &mut Net, block: &Block, layer: u64, window: Option<u64>, x: ValueId) -> Result<ValueId, ImportError> {
-    let tensor = |part: &str| format!("model.layers.{}.{part}", layer - 1);
-    let name = |part: &str| format!("l{layer}.{part}");
-    let normed = norm(net, &name("norm1"), &tensor("input_layernorm.weight"), block.eps, x)?;
-    let attended = attention(net, block, layer, window, normed)?;
-    let x = net.op(&name("res1"), Op::Add, &[x, attended])?;
-    let normed = norm(net, &name("norm2"), &tensor("post_attention_layernorm.weight"), block.eps, x)?;
-    let fed = match &block.experts {
-        Some(experts) => mixtral::feed_forward(net, experts, block.activation, layer, normed)?,
-        None => feed_forward(net, block, layer, normed)?,
-    };
-    net.op(&name("res2"), Op::Add, &[x, fed])
-}
-
-fn attention(net: &mut Net, block: &Block, layer: u64, window: Option<u64>, x: ValueId) -> Result<ValueId, ImportError> {
-    let tensor = |part: &str| format!("model.layers.{}.self_attn.{part}", layer - 1);
-    let name = |part: &str| format!("l{layer}.{part}");
-    let d = net.dims;
-    let mut qkv = Vec::with_capacity(3);
-    for label in ["q", "k", "v"] {
-        let (spec, heads, count) = match label {
-            "q" => ("bsh,grdh->bsgrd", vec![d.g, d.r, d.d], block.heads),
-            _ => ("bsh,gdh->bsgd", vec![d.g, d.d], block.kv_heads),
-        };
-        let weight_dims: Vec<_> = heads.iter().copied().chain([d.h]).collect();
-        let weight = net.whole_matrix(&tensor(&format!("{label}_proj.weight")), &weight_dims, &[count * block.head, block.hidden]);
-        let mut y = net.product(&name(label), spec, x, weight)?;
-        if block.qkv_bias {
-            let bias = net.whole_vector(&tensor(&format!("{label}_proj.bias")), &heads, Init::Zeros);
-            y = net.op(&name(&format!("{label}.bias")), Op::AddBias, &[y, bias])?;
-        }
-        if label != "v" {
-            if block.qk_norm == QkNorm::Yes {
-                let weight = net.whole_vector(&tensor(&format!("{label}_norm.weight")), &[d.d], Init::Ones);
-                y = net.op(&name(&format!("{label}.norm")), Op::RmsNorm { eps: block.eps }, &[y, weight])?;
-            }
-            y = net.op(&name(&format!("{label}.rope")), Op::Rope(block.rope.clone()), &[y])?;
-        }
-        qkv.push(y);
-    }
-    let scale = 1.0 / (block.head as f64).sqrt();
-    let o = net.op(&name("attn"), Op::Attention(Attention { mask: Mask { causal: true, window }, scale }), &qkv)?;
-    let weight = net.whole_matrix(&tensor("o_proj.weight"), &[d.h, d.g, d.r, d.d], &[block.hidden, block.heads * block.head]);
-    let y = net.product(&name("o"), "bsgrd,hgrd->bsh", o, weight)?;
-    if !block.o_bias {
-        return Ok(y);
-    }
-    let bias = net.whole_vector(&tensor("o_proj.bias"), &[d.h], Init::Zeros);
-    net.op(&name("o.bias"), Op::AddBias, &[y, bias])
-}
-
-fn feed_forward(net: &mut Net, block: &Block, layer: u64, x: ValueId) -> Result<ValueId, ImportError> {
-    let gate = linear(net, block, layer, "gate", x)?;
-    let up = linear(net, block, layer, "up", x)?;
-    let gated = net.op(&format!("l{layer}.gated"), Op::Gated(block.activation), &[gate, up])?;
-    linear(net, block, layer, "down", gated)
-}
-
-/// One product of the feed-forward, with its bias if it has one.
-fn linear(net: &mut Net, block: &Block, layer: u64, label: &str, x: ValueId) -> Result<ValueId, ImportError> {
-    let d = net.dims;
-    let (spec, out, dims, shape) = match label {
-        "down" => ("bsf,hf->bsh", d.h, [d.h, d.f], [block.hidden, block.ffn]),
-        _ => ("bsh,fh->bsf", d.f, [d.f, d.h], [block.ffn, block.hidden]),
-    };
-    let tensor = format!("model.layers.{}.mlp.{label}_proj", layer - 1);
-    let weight = net.whole_matrix(&format!("{tensor}.weight"), &dims, &shape);
-    let y = net.product(&format!("l{layer}.{label}"), spec, x, weight)?;
-    if !block.mlp_bias {
-        return Ok(y);
-    }
-    let bias = net.whole_vector(&format!("{tensor}.bias"), &[out], Init::Zeros);
-    net.op(&format!("l{layer}.{label}.bias"), Op::AddBias, &[y, bias])
-}
-
-fn norm(net: &mut Net, name: &str, tensor: &str, eps: f64, x: ValueId) -> Result<ValueId, ImportError> {
-    let weight = net.whole_vector(tensor, &[net.dims.h], Init::Ones);
-    net.op(name, Op::RmsNorm { eps }, &[x, weight])
 }

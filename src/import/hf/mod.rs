@@ -1,14 +1,19 @@
 //! Hugging Face `config.json` → forward graph, for the families in [`FAMILIES`].
 //!
-//! The graph computes what the family's `…ForCausalLM` computes, with parameters declared as they are used (`q` is `[g, r, d, h]`: key/value heads,
+//! The graph computes what the family's `…ForCausalLM` computes (`bert`: `…ForMaskedLM`, `vit`: `…ForImageClassification`), with parameters declared as they are used (`q` is `[g, r, d, h]`: key/value heads,
 //! query heads of each, head elements, hidden) and [`dplan_ir::graph::Piece`]s that say where they are in a checkpoint with Hugging Face names.
 //! Keys that are absent have the family's defaults in `transformers`. Layer 0 is the embedding, layers 1 to L are the blocks, layer L + 1 is the
 //! final norm, the head and the loss.
 
+mod decoder;
+mod encoder;
+mod experts;
+mod families;
 mod gpt2;
+mod latent;
 mod llama;
-mod mixtral;
 mod net;
+mod parallel;
 mod rope;
 
 use dplan_ir::dtype::DType;
@@ -18,7 +23,28 @@ use super::json::At;
 use super::{ImportError, ImportOptions, Model, limits, nearest};
 
 /// Families that are understood, as `model_type` spells them.
-pub const FAMILIES: [&str; 6] = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral"];
+pub const FAMILIES: [&str; 20] = [
+    "gpt2",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "gpt_neox",
+    "phi",
+    "phi3",
+    "olmo2",
+    "olmo3",
+    "qwen3_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "kimi_k2",
+    "glm_moe_dsa",
+    "minimax_m2",
+    "gpt_oss",
+    "bert",
+    "vit",
+];
 
 /// Without a length of the user's choice, a sequence has at most so many tokens.
 pub const DEFAULT_SEQ_CAP: u64 = 4096;
@@ -37,10 +63,20 @@ struct Context<'a> {
 /// What is wrong with the config, and where.
 pub fn model(config: &At<'_>, name: &str, options: &ImportOptions) -> Result<Model, ImportError> {
     config.object()?;
+    // The language model of a larger one stands in an object of its own.
+    let text = config.get("text_config").filter(|at| at.value().is_object());
+    let (config, notes) = match &text {
+        Some(text) => (text, vec!["only the language model, that of `text_config`: towers for images or sound are left out".to_string()]),
+        None => (config, Vec::new()),
+    };
     let family = family(config, options)?;
-    let mut context = Context { config, name, options, notes: Vec::new() };
+    let mut context = Context { config, name, options, notes };
     let (net, positions) = match family {
         "gpt2" => gpt2::build(&mut context)?,
+        "gpt_neox" => parallel::build(&mut context, parallel::Family::GptNeoX)?,
+        "phi" => parallel::build(&mut context, parallel::Family::Phi)?,
+        "bert" => encoder::bert(&mut context)?,
+        "vit" => encoder::vit(&mut context)?,
         _ => llama::build(&mut context, family)?,
     };
     let graph = net.builder.graph;
@@ -67,17 +103,12 @@ fn family(config: &At<'_>, options: &ImportOptions) -> Result<&'static str, Impo
     if let Some(name) = &options.family {
         return known(name).ok_or_else(|| unknown(format!("--as {name:?} is not a family that dplan knows"), name));
     }
-    if let Some(wrapped) = config.get("text_config").filter(|at| at.value().is_object()) {
-        return Err(wrapped.wrong(
-            "holds the config of a language model inside a larger one",
-            "a config.json of its own: models of several parts are not supported; save the text_config object as a file and compile that",
-        ));
-    }
     let Some(at) = config.get("model_type") else {
         return Err(unknown("it has no `model_type`, and is not a dplan graph either".into(), ""));
     };
     let name = at.string()?;
-    known(name).ok_or_else(|| unknown(format!("`{}` is {name:?}, which is not a family that dplan knows", at.path()), name))
+    known(name.strip_suffix("_text").unwrap_or(name))
+        .ok_or_else(|| unknown(format!("`{}` is {name:?}, which is not a family that dplan knows", at.path()), name))
 }
 
 impl Context<'_> {
@@ -91,6 +122,10 @@ impl Context<'_> {
             Some(at) => at.integer(1..=most),
             None => Ok(default),
         }
+    }
+    /// The number `key`, which may be 0, at most `most`.
+    fn count(&self, key: &str, default: u64, most: u64) -> Result<u64, ImportError> {
+        self.config.get(key).map_or(Ok(default), |at| at.integer(0..=most))
     }
     fn layers(&self, keys: &[&str], default: u64) -> Result<u64, ImportError> {
         self.bounded(keys, default, limits::MAX_LAYERS)
@@ -118,7 +153,8 @@ impl Context<'_> {
             "gelu" => Ok(Activation::Gelu),
             "gelu_new" | "gelu_pytorch_tanh" | "gelu_fast" => Ok(Activation::GeluTanh),
             "relu" => Ok(Activation::Relu),
-            _ => Err(at.wrong(&at.found(), "one of silu, gelu, gelu_new, gelu_pytorch_tanh, relu")),
+            "quick_gelu" => Ok(Activation::QuickGelu),
+            _ => Err(at.wrong(&at.found(), "one of silu, gelu, gelu_new, gelu_pytorch_tanh, relu, quick_gelu")),
         }
     }
     /// The sequence length: the user's, or the model's own up to [`DEFAULT_SEQ_CAP`].

@@ -3,7 +3,7 @@
 use dplan_ir::build::Builder;
 use dplan_ir::dtype::DType;
 use dplan_ir::entity::{DimId, ValueId};
-use dplan_ir::graph::{Init, Narrow, Piece};
+use dplan_ir::graph::{Init, Narrow, Phase, Piece, Type};
 use dplan_ir::op::{Op, Spec};
 
 use super::Context;
@@ -21,9 +21,18 @@ pub struct Sizes {
     pub vocab: u64,
 }
 
+/// What a loss is the mean over.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Targets {
+    PerToken,
+    PerSequence,
+}
+
 /// The shared dims: batch, sequence, hidden, key/value heads, query heads of each, head elements, feed-forward, vocabulary.
 #[derive(Clone, Copy)]
 pub struct Dims {
+    pub b: DimId,
+    pub s: DimId,
     pub h: DimId,
     pub g: DimId,
     pub r: DimId,
@@ -43,11 +52,13 @@ pub struct Net {
 }
 
 impl Net {
-    pub fn new(context: &Context<'_>, sizes: &Sizes) -> Result<Net, ImportError> {
+    pub fn new(context: &Context<'_>, sizes: &Sizes, targets: Targets) -> Result<Net, ImportError> {
         let mut builder = Builder::new(context.name);
         let b = builder.dim("b", 1);
         let s = builder.dim("s", sizes.seq);
         let dims = Dims {
+            b,
+            s,
             h: builder.dim("h", sizes.hidden),
             g: builder.dim("g", sizes.kv_heads),
             r: builder.dim("r", sizes.group),
@@ -57,7 +68,10 @@ impl Net {
         };
         (builder.graph.batch, builder.graph.sequence) = (Some(b), Some(s));
         let tokens = builder.input("tokens", DType::I32, &[b, s]);
-        let targets = builder.input("targets", DType::I32, &[b, s]);
+        let targets = match targets {
+            Targets::PerToken => builder.input("targets", DType::I32, &[b, s]),
+            Targets::PerSequence => builder.input("targets", DType::I32, &[b]),
+        };
         let (file, dtype, std) = (context.config.file().into(), context.options.compute, context.init_std()?);
         Ok(Net { builder, dims, file, dtype, std, tokens, targets })
     }
@@ -88,6 +102,36 @@ impl Net {
         self.op(name, Op::Einsum(parse_spec(spec)), &[x, w])
     }
 
+    /// Another input, of the type that activations have.
+    pub fn input(&mut self, name: &str, dims: &[DimId]) -> ValueId {
+        self.builder.input(name, self.dtype, dims)
+    }
+    /// x + bias, the bias being one whole flat tensor.
+    pub fn bias(&mut self, name: &str, tensor: &str, dims: &[DimId], x: ValueId) -> Result<ValueId, ImportError> {
+        let bias = self.whole_vector(tensor, dims, Init::Zeros);
+        self.op(name, Op::AddBias, &[x, bias])
+    }
+    /// A layer norm over the hidden dim, with the tensors `….weight` and `….bias`.
+    pub fn layer_norm(&mut self, name: &str, tensor: &str, eps: f64, x: ValueId) -> Result<ValueId, ImportError> {
+        self.layer_norm_over(self.dims.h, name, tensor, eps, x)
+    }
+    /// A layer norm over another dim.
+    pub fn layer_norm_over(&mut self, dim: DimId, name: &str, tensor: &str, eps: f64, x: ValueId) -> Result<ValueId, ImportError> {
+        let weight = self.whole_vector(&format!("{tensor}.weight"), &[dim], Init::Ones);
+        let bias = self.whole_vector(&format!("{tensor}.bias"), &[dim], Init::Zeros);
+        self.op(name, Op::LayerNorm { eps }, &[x, weight, bias])
+    }
+    /// An RMS norm over `dims`.
+    pub fn rms_norm(&mut self, name: &str, tensor: &str, dims: &[DimId], eps: f64, x: ValueId) -> Result<ValueId, ImportError> {
+        let weight = self.whole_vector(tensor, dims, Init::Ones);
+        self.op(name, Op::RmsNorm { eps }, &[x, weight])
+    }
+    /// Heads `x[b,s,g,n]`, each followed by `y[b,s,m]`, which makes vectors over `d`.
+    pub fn append(&mut self, name: &str, x: ValueId, y: ValueId, d: DimId) -> ValueId {
+        let ty = Type::dense(self.dtype, vec![self.dims.b, self.dims.s, self.dims.g, d]);
+        self.builder.typed_node(name, Op::Append, &[x, y], vec![ty], Phase::Forward, None)[0]
+    }
+
     /// Rows of `table[v,h]` for the tokens.
     pub fn embed(&mut self, table: ValueId) -> Result<ValueId, ImportError> {
         self.op("embed", Op::Embed, &[table, self.tokens])
@@ -95,6 +139,10 @@ impl Net {
     /// Logits of `x` by `table[v,h]`, then the mean cross entropy, which becomes the graph's loss.
     pub fn head(&mut self, x: ValueId, table: ValueId) -> Result<(), ImportError> {
         let logits = self.product("logits", "bsh,vh->bsv", x, table)?;
+        self.loss(logits)
+    }
+    /// The mean cross entropy of logits, which becomes the graph's loss.
+    pub fn loss(&mut self, logits: ValueId) -> Result<(), ImportError> {
         let stats =
             self.builder.node("lse", Op::CeStats, &[logits, self.targets]).map_err(|why| ImportError::Graph { file: self.file.clone(), why })?;
         let losses = self.op("losses", Op::Sub, &stats)?;
@@ -114,6 +162,11 @@ pub fn part(tensor: &str, shape: &[u64], dim: usize, index: u64, parts: u64) -> 
     let mut view = shape.to_vec();
     view.splice(dim..=dim, [parts, shape[dim] / parts]);
     Piece { narrow: Some(Narrow { dim: dim as u32, start: index, len: 1 }), view, ..whole(tensor, shape) }
+}
+
+/// Elements `[start, start + len)` of dim `dim` of a tensor seen with the sizes `view`.
+pub fn slice(tensor: &str, shape: &[u64], view: &[u64], dim: usize, start: u64, len: u64) -> Piece {
+    Piece { view: view.to_vec(), narrow: Some(Narrow { dim: dim as u32, start, len }), ..whole(tensor, shape) }
 }
 
 pub fn parse_spec(spec: &str) -> Spec {

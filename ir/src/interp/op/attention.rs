@@ -5,35 +5,40 @@ use crate::interp::Tensor;
 use crate::op::{Attention, Rope, Rotation};
 use crate::sharding::LocalType;
 
-/// Each pair `(x_i, x_{i+d/2})` rotated by position × inv_freq_i.
+/// Each pair rotated by position × inv_freq_i and scaled; what is in no pair stays.
 pub(super) fn rope(rope: &Rope, ctx: &OpContext, x: &Tensor) -> Tensor {
     // The rule of a pointwise op spells the dims a, b, …: the sequence is `b`.
     let (seq, width) = (x.dim(1), x.dim(x.dims.len() - 1));
     let rows_of_token = x.dims[2..x.dims.len() - 1].iter().product::<u64>() as usize;
-    let half = width / 2;
     let mut out = x.clone();
     for (row, y) in out.data.chunks_exact_mut(width).enumerate() {
         let position = ctx.position('b', (row / rows_of_token % seq) as u64);
-        for i in 0..half {
+        for i in 0..rope.inv_freq.len() {
             let (sin, cos) = (position as f64 * rope.inv_freq[i]).sin_cos();
             let sin = match rope.rotation {
                 Rotation::Forward => sin,
                 Rotation::Inverse => -sin,
             };
-            (y[i], y[i + half]) = (y[i] * cos - y[i + half] * sin, y[i + half] * cos + y[i] * sin);
+            let (a, b) = rope.pair(i);
+            // A rank with a part of each vector, which the factor rule forbids, has a part of the pairs.
+            if b >= width {
+                continue;
+            }
+            (y[a], y[b]) = (rope.scale * (y[a] * cos - y[b] * sin), rope.scale * (y[b] * cos + y[a] * sin));
         }
     }
     out
 }
 
-/// o = softmax(scale · q·k over visible keys) · v, lse = log Σ exp of the scores.
+/// o = softmax(scale · q·k over visible keys) · v, lse = log Σ exp of the scores. A fourth operand has a score more for each head, of value zero.
 pub(super) fn forward(a: &Attention, ctx: &OpContext, ins: &[&Tensor], outs: &[LocalType]) -> Vec<Tensor> {
     let (q, k, v) = (ins[0], ins[1], ins[2]);
     let (mut o, mut lse) = (Tensor::zeros(&outs[0]), Tensor::zeros(&outs[1]));
     for_each_query(ctx, q, |b, s, g, r| {
         let scores = scores(a, ctx, q, k, [b, s, g, r]);
-        let max = scores.iter().fold(f64::NEG_INFINITY, |m, &(_, x)| m.max(x));
-        let sum: f64 = scores.iter().map(|&(_, x)| (x - max).exp()).sum();
+        let sink = ins.get(3).map(|sink| sink.data[sink.at(&[g, r])]);
+        let max = scores.iter().map(|&(_, x)| x).chain(sink).fold(f64::NEG_INFINITY, f64::max);
+        let sum: f64 = scores.iter().map(|&(_, x)| x).chain(sink).map(|x| (x - max).exp()).sum();
         let at = lse.at(&[b, s, g, r]);
         lse.data[at] = max + sum.ln();
         let row = o.at(&[b, s, g, r, 0]);
@@ -71,6 +76,44 @@ pub(super) fn backward(a: &Attention, ctx: &OpContext, ins: &[&Tensor]) -> Vec<T
         }
     });
     vec![dq, dk, dv]
+}
+
+/// dsink = −Σ exp(sink − lse) · ⟨do, o⟩.
+pub(super) fn sink_grad(ctx: &OpContext, ins: &[&Tensor]) -> Tensor {
+    let (sink, o, lse, dout) = (ins[0], ins[1], ins[2], ins[3]);
+    let mut dsink = sink.map(|_| 0.0);
+    let e = o.dim(4);
+    for_each_query(ctx, o, |b, s, g, r| {
+        let row = o.at(&[b, s, g, r, 0]);
+        let p = (sink.data[sink.at(&[g, r])] - lse.data[lse.at(&[b, s, g, r])]).exp();
+        let at = dsink.at(&[g, r]);
+        dsink.data[at] -= p * dot(&dout.data[row..][..e], &o.data[row..][..e]);
+    });
+    dsink
+}
+
+/// Each head's x, then y.
+pub(super) fn append(ctx: &OpContext, x: &Tensor, y: &Tensor, out: &LocalType) -> Tensor {
+    let n = x.dims[3];
+    Tensor::from_fn(&out.dims, |i| {
+        if i[2] >= ctx.extent('g').valid() {
+            0.0
+        } else if i[3] < n {
+            x.data[x.at(i)]
+        } else {
+            y.data[y.at(&[i[0], i[1], i[3] - n])]
+        }
+    })
+}
+
+pub(super) fn append_grad_head(dz: &Tensor, out: &LocalType) -> Tensor {
+    Tensor::from_fn(&out.dims, |i| dz.data[dz.at(i)])
+}
+
+/// The last elements, summed over heads.
+pub(super) fn append_grad_tail(dz: &Tensor, out: &LocalType) -> Tensor {
+    let n = dz.dims[3] - out.dims[2];
+    Tensor::from_fn(&out.dims, |i| (0..dz.dims[2]).map(|g| dz.data[dz.at(&[i[0], i[1], g, n + i[2]])]).sum())
 }
 
 /// Every query of heads that are not padding.

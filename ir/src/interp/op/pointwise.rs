@@ -10,6 +10,9 @@ pub(super) fn value(f: Activation, x: f64) -> f64 {
         Activation::Gelu => x * normal_cdf(x),
         Activation::GeluTanh => 0.5 * x * (1.0 + tanh_inner(x).tanh()),
         Activation::Relu => x.max(0.0),
+        Activation::QuickGelu => x * sigmoid(QUICK * x),
+        Activation::Clamp { limit } => x.clamp(-f64::from(limit), f64::from(limit)),
+        Activation::ClampAbove { limit } => x.min(f64::from(limit)),
     }
 }
 
@@ -24,9 +27,16 @@ pub(super) fn slope(f: Activation, x: f64) -> f64 {
             0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner
         }
         Activation::Relu => f64::from(x > 0.0),
+        Activation::QuickGelu => {
+            let s = sigmoid(QUICK * x);
+            s * (1.0 + QUICK * x * (1.0 - s))
+        }
+        Activation::Clamp { limit } => f64::from(x.abs() <= f64::from(limit)),
+        Activation::ClampAbove { limit } => f64::from(x <= f64::from(limit)),
     }
 }
 
+const QUICK: f64 = 1.702;
 const TANH_CUBIC: f64 = 0.044715;
 
 fn tanh_inner(x: f64) -> f64 {

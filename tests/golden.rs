@@ -1,0 +1,123 @@
+//! Families without reference data beside the repository agree with PyTorch `transformers` on small models: loss, gradient norm, every gradient and
+//! every final weight, by the interpreter and by two plans on CPU ranks. `tests/golden/make.py` made the files, and says how.
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use dplan::export::weights as export;
+use dplan::import::weights::{Weights, pieces};
+use dplan::import::{self, ImportOptions, Model};
+use dplan::safetensors::{encode, header};
+use dplan_ir::dtype::DType;
+use dplan_ir::entity::{ParamId, Table};
+use dplan_ir::grad::differentiate;
+use dplan_ir::graph::Graph;
+use dplan_ir::init::name_hash;
+use dplan_ir::interp::Tensor;
+use dplan_ir::interp::graph::{TrainState, train_step};
+use dplan_ir::optimizer::{Hyper, Optimizer, StepScalars};
+
+/// Rotations are tables of f32 in the reference; with their rounding nothing agrees to more digits.
+const TOLERANCE: f64 = 3e-6;
+/// Adam divides by the root of the squared gradient: where that is small, rounding of the gradient counts.
+const FINAL_TOLERANCE: f64 = 2e-4;
+
+#[test]
+fn families_agree_with_pytorch() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+    let mut files: Vec<_> =
+        std::fs::read_dir(&golden).unwrap().map(|e| e.unwrap().path()).filter(|p| p.extension().is_some_and(|e| e == "json")).collect();
+    files.sort();
+    assert_eq!(files.len(), 10, "golden files");
+    for file in files {
+        check(&file);
+    }
+}
+
+fn check(file: &Path) {
+    let expected: serde_json::Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
+    let family = expected["config"]["model_type"].as_str().unwrap().to_string();
+    let (batch, seq) = (expected["batch"].as_u64().unwrap(), expected["seq"].as_u64().unwrap());
+    let options = ImportOptions { seq: Some(seq), compute: DType::F64, family: None };
+    let mut model: Model =
+        import::model_from_bytes(&format!("{family}.json"), expected["config"].to_string().as_bytes(), &options).unwrap_or_else(|e| panic!("{e}"));
+    assert_eq!(Some(model.graph.param_count()), expected["params"].as_u64(), "{family}: parameters");
+    model.graph.set_batch(batch);
+    let graph = differentiate(&model.graph).unwrap();
+    let dir = common::scratch(&format!("golden-{family}"));
+    let weights = write_weights(&graph, &dir.join("weights.safetensors"));
+
+    let mut state = TrainState::new(weights, Optimizer::AdamW);
+    let hyper = Hyper { lr: 0.01, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, momentum: 0.0, clip: 1.0 };
+    for (step, tokens) in expected["tokens"].as_array().unwrap().iter().enumerate() {
+        let rows: Vec<Vec<f64>> =
+            tokens.as_array().unwrap().iter().map(|r| r.as_array().unwrap().iter().map(|t| t.as_f64().unwrap()).collect()).collect();
+        let ids = |from: usize| Tensor::dense(&[batch, seq], rows.iter().flat_map(|r| r[from..from + seq as usize].to_vec()).collect());
+        let scalars = StepScalars { hyper, step: step as u64 + 1, inv_tokens: 1.0 / (batch * seq) as f64 };
+        let report = train_step(&graph, &mut state, &[vec![ids(0), ids(1)]], &scalars, Optimizer::AdamW);
+        for (what, found) in [("loss", report.loss), ("norm", report.grad_norm)] {
+            let want = expected[what][step].as_f64().unwrap();
+            assert!((found / want - 1.0).abs() < TOLERANCE, "{family} step {step}: {what} {found}, not {want}");
+        }
+        if step == 0 {
+            compare(&family, &graph, &report.grads, &expected["grads"], &dir.join("grads.safetensors"), TOLERANCE);
+        }
+    }
+    compare(&family, &graph, &state.params, &expected["final"], &dir.join("final.safetensors"), FINAL_TOLERANCE);
+}
+
+/// The model's tensors as a weights file, read back as its parameters.
+fn write_weights(graph: &Graph, path: &Path) -> Table<ParamId, Tensor> {
+    let tensors: BTreeMap<String, Vec<u64>> = graph.params.ids().flat_map(|p| pieces(graph, p)).map(|p| (p.tensor, p.shape)).collect();
+    let (mut file, begins) = header(DType::F64, &tensors.iter().map(|(n, s)| (n.clone(), s.clone())).collect::<Vec<_>>());
+    for ((name, shape), begin) in tensors.iter().zip(begins) {
+        let values = values(name, shape);
+        file.resize(file.len().max(begin as usize + 8 * values.len()), 0);
+        values.iter().enumerate().for_each(|(i, &v)| encode(DType::F64, v, &mut file[begin as usize..], i));
+    }
+    std::fs::write(path, file).unwrap();
+    let weights = Weights::open(path).unwrap();
+    weights.check(graph).unwrap_or_else(|e| panic!("{e}"));
+    graph.params.iter().map(|(p, param)| Tensor::dense(&graph.shape(param.value), weights.param::<f64>(graph, p).unwrap())).collect()
+}
+
+/// Norm, and inner product with a vector that looks random, of every tensor of a checkpoint.
+fn compare(family: &str, graph: &Graph, found: &Table<ParamId, Tensor>, expected: &serde_json::Value, path: &Path, tolerance: f64) {
+    export::save(path, graph, DType::F64, |p| Ok(found[p].data.clone())).unwrap();
+    let found = common::tensors(path);
+    let expected = expected.as_object().unwrap();
+    let norm_of = |at: &serde_json::Value| at[0].as_f64().unwrap();
+    let all = expected.values().map(|e| norm_of(e).powi(2)).sum::<f64>().sqrt();
+    for (name, want) in expected {
+        let found = found.get(name).unwrap_or_else(|| panic!("{family}: no {name}"));
+        let norm = found.iter().map(|x| x * x).sum::<f64>().sqrt();
+        let probe = found.iter().zip(draw(&format!("probe.{name}"), found.len() as u64)).map(|(x, p)| x * p).sum::<f64>();
+        let scale = norm_of(want).max(1e-3 * all);
+        for (what, found, want) in [("norm", norm, norm_of(want)), ("probe", probe, want[1].as_f64().unwrap())] {
+            assert!((found - want).abs() < tolerance * scale, "{family} {name}: {what} {found}, not {want}");
+        }
+    }
+    assert_eq!(found.len(), expected.len(), "{family}: tensors");
+}
+
+/// As `value` in make.py.
+fn values(name: &str, shape: &[u64]) -> Vec<f64> {
+    let base = if name.contains("norm") && name.ends_with("weight") { 1.0 } else { 0.0 };
+    let drawn = draw(name, shape.iter().product());
+    if shape.len() > 1 { drawn.collect() } else { drawn.map(|x| base + x / 2.0).collect() }
+}
+
+/// As `draw` in make.py.
+fn draw(name: &str, count: u64) -> impl Iterator<Item = f64> + use<> {
+    let hash = name_hash(name);
+    (0..count).map(move |i| (mix(hash ^ i) >> 48) as f64 / 65536.0 - 0.5)
+}
+
+fn mix(x: u64) -> u64 {
+    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}

@@ -157,7 +157,7 @@ impl PlanFile {
         }
         let compute = DType::from_name(&json.precision).ok_or_else(|| wrong("precision", format!("`{}` is not an element type", json.precision)))?;
         let optimizer =
-            Optimizer::from_name(&json.optimizer).ok_or_else(|| wrong("optimizer", format!("`{}`: expected adamw or sgd", json.optimizer)))?;
+            Optimizer::from_name(&json.optimizer).ok_or_else(|| wrong("optimizer", format!("`{}`: expected adamw, adam or sgd", json.optimizer)))?;
         let clip = match json.clip.as_str() {
             "none" => Clip::None,
             "global_norm" => Clip::GlobalNorm,

@@ -97,6 +97,14 @@ fn family_can_be_forced() {
     assert!(error.contains("--as \"quen3\" is not a family that dplan knows") && error.contains("the nearest is `qwen3`"), "{error}");
 }
 
+#[test]
+fn the_language_model_of_a_larger_one_is_read() {
+    let plain = imported(&config(""));
+    let wrapped = imported(&format!(r#"{{"model_type": "llava", "text_config": {}}}"#, config("").replace("\"llama\"", "\"llama_text\"")));
+    assert_eq!((wrapped.family.as_str(), wrapped.graph.param_count()), ("llama", plain.graph.param_count()));
+    assert!(wrapped.notes.iter().any(|n| n.contains("text_config")) && plain.notes.is_empty());
+}
+
 /// What a config says in one key, and what the graph has then.
 #[test]
 fn keys_change_the_graph_as_the_family_does() {

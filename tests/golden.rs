@@ -66,6 +66,33 @@ fn check(file: &Path) {
         }
     }
     compare(&family, &graph, &state.params, &expected["final"], &dir.join("final.safetensors"), FINAL_TOLERANCE);
+    for (ranks, pins) in [(2, "tp=2"), (4, "dp=2,pp=2,zero=2,recompute=full")] {
+        on_ranks(&family, &expected, &dir, ranks, pins);
+    }
+}
+
+/// The same by a plan, on CPU ranks.
+fn on_ranks(family: &str, expected: &serde_json::Value, dir: &Path, ranks: u32, pins: &str) {
+    let path = |name: &str| dir.join(name).to_str().unwrap().to_string();
+    std::fs::write(path("config.json"), expected["config"].to_string()).unwrap();
+    std::fs::write(path("tokens.json"), serde_json::json!({ "tokens": expected["tokens"] }).to_string()).unwrap();
+    let cluster = format!("cpu:{ranks}");
+    let (config, plan) = (path("config.json"), path("plan.json"));
+    common::dplan_ok(&["compile", &config, "--cluster", &cluster, "--batch", "2", "--seq", "12", "--precision", "f64", "--pin", pins, "-o", &plan]);
+    let files = [path("tokens.json"), path("weights.safetensors"), path("ranks-grads.safetensors"), path("ranks-final.safetensors")];
+    let [tokens, weights, grads, last] = files.each_ref().map(String::as_str);
+    let fixed = "--steps 2 --lr 0.01 --betas 0.9,0.95 --eps 1e-8 --weight-decay 0.1 --clip 1.0 --json";
+    let mut args = vec!["run", &plan, "--data", tokens, "--init", weights, "--save-grads", grads, "--save", last];
+    args.extend(fixed.split(' '));
+    let lines = common::json_lines(&common::dplan_ok(&args));
+    for (step, line) in lines.iter().filter(|l| l.get("step").is_some()).enumerate() {
+        for (what, found) in [("loss", &line["loss"]), ("norm", &line["grad_norm"])] {
+            let (found, want) = (found.as_f64().unwrap(), expected[what][step].as_f64().unwrap());
+            assert!((found / want - 1.0).abs() < TOLERANCE, "{family} {pins} step {step}: {what} {found}, not {want}");
+        }
+    }
+    digest(&format!("{family} {pins}"), Path::new(grads), &expected["grads"], TOLERANCE);
+    digest(&format!("{family} {pins}"), Path::new(last), &expected["final"], FINAL_TOLERANCE);
 }
 
 /// The model's tensors as a weights file, read back as its parameters.
@@ -83,9 +110,13 @@ fn write_weights(graph: &Graph, path: &Path) -> Table<ParamId, Tensor> {
     graph.params.iter().map(|(p, param)| Tensor::dense(&graph.shape(param.value), weights.param::<f64>(graph, p).unwrap())).collect()
 }
 
-/// Norm, and inner product with a vector that looks random, of every tensor of a checkpoint.
 fn compare(family: &str, graph: &Graph, found: &Table<ParamId, Tensor>, expected: &serde_json::Value, path: &Path, tolerance: f64) {
     export::save(path, graph, DType::F64, |p| Ok(found[p].data.clone())).unwrap();
+    digest(family, path, expected, tolerance);
+}
+
+/// Norm, and inner product with a vector that looks random, of every tensor of a checkpoint.
+fn digest(family: &str, path: &Path, expected: &serde_json::Value, tolerance: f64) {
     let found = common::tensors(path);
     let expected = expected.as_object().unwrap();
     let norm_of = |at: &serde_json::Value| at[0].as_f64().unwrap();

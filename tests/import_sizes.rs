@@ -3,6 +3,8 @@
 mod common;
 
 use dplan::import::{self, ImportOptions, Model};
+use dplan_ir::grad::differentiate;
+use dplan_ir::verify::graph::verify_graph;
 
 #[test]
 fn parameter_counts_are_those_of_the_reference() {
@@ -16,6 +18,18 @@ fn parameter_counts_are_those_of_the_reference() {
         assert_eq!(Some(model.graph.param_count()), count.as_u64(), "{name}");
         assert_eq!(&model.name, name);
         check_shape(&model);
+    }
+}
+
+/// Against `BertForMaskedLM` and `ViTForImageClassification` with 1000 classes.
+#[test]
+fn encoders_have_the_parameters_of_the_reference() {
+    let Some(shared) = common::shared() else { return };
+    for (name, count) in [("bert-base-uncased", 109_514_298), ("vit-base-patch16-224", 86_567_656)] {
+        let model = import(&shared.join("models").join(format!("{name}.json")));
+        assert_eq!(model.graph.param_count(), count, "{name}");
+        check_shape(&model);
+        assert_eq!(verify_graph(&differentiate(&model.graph).unwrap()), [], "{name}");
     }
 }
 

@@ -11,8 +11,8 @@ use dplan_ir::entity::{ParamId, Table};
 use dplan_ir::graph::Graph;
 use dplan_ir::init;
 use dplan_ir::interp::Tensor;
-use dplan_ir::interp::graph::{TrainState, train_step};
-use dplan_ir::optimizer::{Hyper, StepScalars};
+use dplan_ir::interp::graph::{TrainState, train_step_of};
+use dplan_ir::optimizer::{DecayGroups, Hyper, StepScalars};
 use dplan_ir::plan::{Clip, Plan};
 use dplan_ir::program::Program;
 use dplan_planner::lower;
@@ -26,6 +26,7 @@ struct Case {
     plan: Plan,
     program: Program,
     vocab: u64,
+    decay: DecayGroups,
 }
 
 fn case(seed: u64) -> Case {
@@ -38,7 +39,8 @@ fn case(seed: u64) -> Case {
     let program = lower::lower(&graph, &plan).unwrap_or_else(|e| panic!("seed {seed}: {e}"));
     let zero = plan.options.iter().map(|o| o.zero.0).collect::<Vec<_>>();
     let what = format!("seed {seed}: {model:?} {degrees:?} {:?} zero {zero:?} boundary {:?} {:?}", plan.schedule, plan.boundary, plan.optimizer);
-    Case { what, graph, plan, program, vocab: model.vocab }
+    let decay = if seed.is_multiple_of(2) { DecayGroups::Matrices } else { DecayGroups::All };
+    Case { what, graph, plan, program, vocab: model.vocab, decay }
 }
 
 fn scalars(case: &Case, step: u64) -> StepScalars {
@@ -75,7 +77,8 @@ struct Trained {
 }
 
 fn run(case: &Case, order: Order) -> Result<Trained, RuntimeError> {
-    let mut session = Session::new(case.graph.clone(), case.program.clone(), &Options { timeout: Duration::from_secs(10), order })?;
+    let mut session =
+        Session::new(case.graph.clone(), case.program.clone(), &Options { timeout: Duration::from_secs(10), order, decay: case.decay })?;
     session.initialise(7)?;
     let mut steps = Vec::new();
     let mut grads = Table::new();
@@ -97,7 +100,8 @@ fn check(seed: u64, order: Order) {
         let clip = if case.plan.clip == Clip::None { f64::INFINITY } else { scalars(&case, step).hyper.clip };
         let mut at_step = scalars(&case, step);
         at_step.hyper.clip = clip;
-        let want = train_step(&case.graph, &mut state, &micro_batches(&case, &batch(&case, step)), &at_step, case.plan.optimizer);
+        let inputs = micro_batches(&case, &batch(&case, step));
+        let want = train_step_of(&case.graph, &mut state, &inputs, &at_step, case.plan.optimizer, case.decay);
         if step == 1 {
             compare(&case, "gradient", &trained.grads, &want.grads, 1e-11);
         }

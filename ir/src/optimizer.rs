@@ -1,28 +1,36 @@
-//! The update rules, as scalar equations. Every executor (interpreter, CPU and CUDA kernels) computes these.
+//! The update rules, as scalar equations, and which parameters weight decay pulls. Every executor (interpreter, CPU and CUDA kernels) computes these.
+
+use crate::entity::{ParamId, Table};
+use crate::graph::Graph;
+use crate::op::Op;
 
 /// Which update rule; part of a plan, since it decides which states exist.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Optimizer {
     AdamW,
+    Adam,
     Sgd,
 }
 
 impl Optimizer {
+    pub const ALL: [Optimizer; 3] = [Optimizer::AdamW, Optimizer::Adam, Optimizer::Sgd];
+
     /// State tensors per parameter besides the parameter itself.
     pub fn moments(self) -> usize {
         match self {
-            Optimizer::AdamW => 2,
+            Optimizer::AdamW | Optimizer::Adam => 2,
             Optimizer::Sgd => 1,
         }
     }
     pub fn name(self) -> &'static str {
         match self {
             Optimizer::AdamW => "adamw",
+            Optimizer::Adam => "adam",
             Optimizer::Sgd => "sgd",
         }
     }
     pub fn from_name(name: &str) -> Option<Optimizer> {
-        [Optimizer::AdamW, Optimizer::Sgd].into_iter().find(|o| o.name() == name)
+        Optimizer::ALL.into_iter().find(|o| o.name() == name)
     }
 }
 
@@ -40,6 +48,43 @@ pub struct Hyper {
     pub clip: f64,
 }
 
+/// Which parameters weight decay pulls: a choice of the run, not of the plan.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum DecayGroups {
+    #[default]
+    All,
+    /// All but the weights of norms, biases and sinks.
+    Matrices,
+}
+
+/// For each parameter, whether weight decay pulls it. Never one that is fixed: its gradient is zero, so that nothing else changes it either.
+pub fn decays(graph: &Graph, groups: DecayGroups) -> Table<ParamId, bool> {
+    let fixed = graph.fixed_params();
+    let mut pulled = graph.params.map(|p, _| !fixed.contains(&p));
+    if groups == DecayGroups::Matrices {
+        let mut elsewhere = graph.params.map(|_, _| false);
+        for (_, node) in graph.forward_nodes() {
+            for (at, &value) in node.inputs.iter().enumerate() {
+                if let Some(param) = graph.param_of(value) {
+                    elsewhere[param] |= !is_vector(&node.op, at);
+                }
+            }
+        }
+        pulled.iter_mut().for_each(|(p, pulled)| *pulled &= elsewhere[p]);
+    }
+    pulled
+}
+
+/// Whether operand `at` is a norm's weight, a bias or a sink.
+fn is_vector(op: &Op, at: usize) -> bool {
+    match op {
+        Op::RmsNorm { .. } | Op::LayerNorm { .. } | Op::AddBias => at > 0,
+        Op::AddExpertBias => at == 1,
+        Op::AttentionSink(_) => at == 3,
+        _ => false,
+    }
+}
+
 /// What one step gives every rank: the update's scalars and the loss divisor.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct StepScalars {
@@ -47,6 +92,13 @@ pub struct StepScalars {
     /// 1 for the first step: Adam's bias correction is 1 − βᵗ.
     pub step: u64,
     pub inv_tokens: f64,
+}
+
+impl StepScalars {
+    /// The same step for parameters that weight decay does not pull.
+    pub fn without_decay(&self) -> StepScalars {
+        StepScalars { hyper: Hyper { weight_decay: 0.0, ..self.hyper }, ..*self }
+    }
 }
 
 /// Clip factor for a global norm, as `torch.nn.utils.clip_grad_norm_` defines it: min(1, clip / (norm + 1e-6)).
@@ -67,10 +119,33 @@ pub fn adamw(p: f64, g: f64, m: f64, v: f64, at: &StepScalars) -> (f64, f64, f64
     (p - step * m / denom, m, v)
 }
 
+/// Adam (arXiv:1412.6980) with L2 decay, in PyTorch's form: g ← g + wd·p, then as AdamW without decay. Returns the new (p, m, v).
+pub fn adam(p: f64, g: f64, m: f64, v: f64, at: &StepScalars) -> (f64, f64, f64) {
+    adamw(p, g + at.hyper.weight_decay * p, m, v, &at.without_decay())
+}
+
 /// SGD with momentum and L2 decay, in PyTorch's form: g ← g + wd·p; v ← momentum·v + g; p ← p − lr·v. Returns the new (p, v).
 pub fn sgd(p: f64, g: f64, v: f64, at: &StepScalars) -> (f64, f64) {
     let h = &at.hyper;
     let g = g + h.weight_decay * p;
     let v = h.momentum * v + g;
     (p - h.lr * v, v)
+}
+
+/// The new (p, first moment, second moment); a moment the optimizer does not have stays.
+pub fn update(optimizer: Optimizer, p: f64, g: f64, [m, v]: [f64; 2], at: &StepScalars) -> (f64, [f64; 2]) {
+    match optimizer {
+        Optimizer::AdamW => {
+            let (p, m, v) = adamw(p, g, m, v, at);
+            (p, [m, v])
+        }
+        Optimizer::Adam => {
+            let (p, m, v) = adam(p, g, m, v, at);
+            (p, [m, v])
+        }
+        Optimizer::Sgd => {
+            let (p, m) = sgd(p, g, m, at);
+            (p, [m, v])
+        }
+    }
 }

@@ -25,6 +25,7 @@ use crate::entity::{BucketId, BufferId, EventId, NodeId, ParamId, SegmentId, Tab
 use crate::mesh::{AxisSet, Mesh};
 use crate::optimizer::Optimizer;
 use crate::sharding::{Monoid, Padded, Sharding};
+use std::ops::Range;
 
 /// Alignment of every buffer and arena region, bytes.
 pub const ALIGN: u64 = 256;
@@ -89,6 +90,32 @@ pub struct Bucket {
     pub partial: AxisSet,
     /// For a tied parameter with homes on several stages: all its homes (this one included), over which its gradient is summed too. Empty otherwise.
     pub tied: Vec<u32>,
+}
+
+impl Bucket {
+    /// The `len` elements from `start` on, in stretches for whose parameters `of` says the same; what belongs to no parameter goes with what is before it.
+    pub fn stretches(&self, start: u64, len: u64, of: impl Fn(ParamId) -> bool) -> Vec<(Range<usize>, bool)> {
+        let mut stretches: Vec<(Range<usize>, bool)> = Vec::new();
+        for member in &self.members {
+            let (from, to) = (member.offset.max(start), (member.offset + member.elems).min(start + len));
+            if from < to {
+                let (from, pulled) = ((from - start) as usize, of(member.param));
+                match stretches.last_mut() {
+                    Some((range, last)) if *last == pulled => range.end = (to - start) as usize,
+                    Some((range, _)) => {
+                        range.end = from;
+                        stretches.push((from..(to - start) as usize, pulled));
+                    }
+                    None => stretches.push((0..(to - start) as usize, pulled)),
+                }
+            }
+        }
+        match stretches.last_mut() {
+            Some((range, _)) => range.end = len as usize,
+            None => stretches.push((0..len as usize, true)),
+        }
+        stretches
+    }
 }
 
 /// One parameter's place in a bucket.

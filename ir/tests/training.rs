@@ -28,7 +28,7 @@ fn train(case: &Case, optimizer: Optimizer, micro_batches: u64, steps: u64) -> (
 fn micro_batches_add_up_to_the_batch() {
     for case in cases::all() {
         let batch = case.inputs[0].dims[0];
-        for optimizer in [Optimizer::AdamW, Optimizer::Sgd] {
+        for optimizer in Optimizer::ALL {
             let ((whole, a), (cut, b)) = (train(&case, optimizer, 1, 3), train(&case, optimizer, batch, 3));
             let name = &case.graph.name;
             for (x, y) in whole.iter().zip(&cut) {

@@ -78,6 +78,7 @@ pub struct Args {
 #[derive(Clone, Copy, ValueEnum)]
 enum OptimizerName {
     Adamw,
+    Adam,
     Sgd,
 }
 
@@ -112,6 +113,7 @@ pub fn run(args: Args) -> Result<Outcome> {
         compute,
         optimizer: match args.optimizer {
             OptimizerName::Adamw => Optimizer::AdamW,
+            OptimizerName::Adam => Optimizer::Adam,
             OptimizerName::Sgd => Optimizer::Sgd,
         },
         clip: Clip::GlobalNorm,

@@ -12,19 +12,22 @@ pub use batch::{Batch, Rows};
 pub use cpu::Session;
 pub use cpu::state::{Holding, Run, Which};
 
+use dplan_ir::optimizer::DecayGroups;
 use std::time::Duration;
 
-/// Choices about running that are no part of a program and never change a result.
+/// Choices about running that are no part of a program. Only `decay` changes a result.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// A step in which no rank gets any further for this long is ended, and the ranks that wait are named.
     pub timeout: Duration,
     pub order: Order,
+    /// Which parameters weight decay pulls.
+    pub decay: DecayGroups,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { timeout: Duration::from_secs(600), order: Order::Eager }
+        Options { timeout: Duration::from_secs(600), order: Order::Eager, decay: DecayGroups::All }
     }
 }
 

@@ -1,4 +1,4 @@
-"""Makes the golden files beside it: small models of PyTorch `transformers`, in f64, trained for two steps.
+"""Makes the golden files beside it (all, or those of the families named): small models of PyTorch `transformers`, in f64, trained for two steps.
 
     python -m venv v && v/bin/pip install torch transformers && v/bin/python tests/golden/make.py
 
@@ -22,7 +22,7 @@ FAMILIES = dict(
     phi=dict(partial_rotary_factor=0.5, hidden_act="gelu_new", qk_layernorm=True, num_key_value_heads=2),
     phi3=dict(num_key_value_heads=2, partial_rotary_factor=0.5, sliding_window=5, pad_token_id=0),
     olmo2=dict(num_key_value_heads=2),
-    olmo3=dict(num_key_value_heads=2, sliding_window=4, layer_types=["sliding_attention", "full_attention"], rope_scaling=dict(rope_type="yarn", **YARN)),
+    olmo3=dict(num_key_value_heads=2, rope_theta=500000.0, sliding_window=4, layer_types=["sliding_attention", "full_attention"], rope_scaling=dict(rope_type="yarn", **YARN)),
     qwen3_moe=dict(num_key_value_heads=2, head_dim=6, moe_intermediate_size=10, num_experts=6, num_experts_per_tok=2, norm_topk_prob=True,
                    mlp_only_layers=[0]),
     deepseek_v2=dict(q_lora_rank=None, topk_method="group_limited_greedy", n_shared_experts=2, routed_scaling_factor=1.5, **LATENT),
@@ -84,6 +84,8 @@ def digest(tensors):
 
 
 for family, extra in FAMILIES.items():
+    if sys.argv[1:] and family not in sys.argv[1:]:
+        continue
     config = {**BASE, "model_type": family, **extra}
     with tempfile.TemporaryDirectory() as d:
         json.dump(config, open(d + "/config.json", "w"))

@@ -5,7 +5,7 @@ use crate::entity::{ParamId, Table, ValueId};
 use crate::extent::whole_context;
 use crate::graph::{Def, Graph, Layout};
 use crate::interp::{Tensor, op};
-use crate::optimizer::{Optimizer, StepScalars, adamw, clip_scale, sgd};
+use crate::optimizer::{self, DecayGroups, Optimizer, StepScalars, clip_scale};
 use crate::sharding::LocalType;
 
 /// Every value of one run of a graph.
@@ -88,6 +88,18 @@ pub struct StepReport {
 ///
 /// `micro_batches` holds the graph's inputs for each micro-batch.
 pub fn train_step(graph: &Graph, state: &mut TrainState, micro_batches: &[Vec<Tensor>], scalars: &StepScalars, optimizer: Optimizer) -> StepReport {
+    train_step_of(graph, state, micro_batches, scalars, optimizer, DecayGroups::All)
+}
+
+/// [`train_step`] in which weight decay pulls only some parameters.
+pub fn train_step_of(
+    graph: &Graph,
+    state: &mut TrainState,
+    micro_batches: &[Vec<Tensor>],
+    scalars: &StepScalars,
+    optimizer: Optimizer,
+    groups: DecayGroups,
+) -> StepReport {
     let mut loss = 0.0;
     let mut grads: Table<ParamId, Tensor> = state.params.map(|_, p| p.map(|_| 0.0));
     for inputs in micro_batches {
@@ -99,22 +111,20 @@ pub fn train_step(graph: &Graph, state: &mut TrainState, micro_batches: &[Vec<Te
     }
     let grad_norm = grads.values().flat_map(|g| &g.data).map(|x| x * x).sum::<f64>().sqrt();
     let scale = clip_scale(grad_norm, scalars.hyper.clip);
+    let decays = optimizer::decays(graph, groups);
     for (p, grad) in grads.iter() {
-        update(&mut state.params[p], grad, scale, &mut state.moments[p], scalars, optimizer);
+        let scalars = if decays[p] { *scalars } else { scalars.without_decay() };
+        update(&mut state.params[p], grad, scale, &mut state.moments[p], &scalars, optimizer);
     }
     StepReport { loss, grad_norm, grads }
 }
 
 fn update(param: &mut Tensor, grad: &Tensor, scale: f64, moments: &mut [Tensor], scalars: &StepScalars, optimizer: Optimizer) {
     for (i, p) in param.data.iter_mut().enumerate() {
-        let g = grad.data[i] * scale;
-        match optimizer {
-            Optimizer::AdamW => {
-                let (new, m, v) = adamw(*p, g, moments[0].data[i], moments[1].data[i], scalars);
-                (*p, moments[0].data[i], moments[1].data[i]) = (new, m, v);
-            }
-            Optimizer::Sgd => (*p, moments[0].data[i]) = sgd(*p, g, moments[0].data[i], scalars),
-        }
+        let moment = |at: usize| moments.get(at).map_or(0.0, |m| m.data[i]);
+        let (new, of) = optimizer::update(optimizer, *p, grad.data[i] * scale, [moment(0), moment(1)], scalars);
+        *p = new;
+        moments.iter_mut().zip(of).for_each(|(m, new)| m.data[i] = new);
     }
 }
 

@@ -8,15 +8,16 @@
 //! element type, gives NaN rather than a lucky number. All arithmetic is f64, whatever the types say. Bytes that were never written are NaN.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use crate::dtype::DType;
-use crate::entity::{BucketId, BufferId, Id, ParamId, SegmentId};
+use crate::entity::{BucketId, BufferId, Id, ParamId, SegmentId, Table};
 use crate::extent::{Seat, context};
 use crate::graph::Graph;
 use crate::interp::sharded::{block, concat, narrow, pad, reduce};
 use crate::interp::{Tensor, op};
 use crate::mesh::AxisSet;
-use crate::optimizer::{Optimizer, StepScalars, adamw, clip_scale, sgd};
+use crate::optimizer::{self, DecayGroups, StepScalars, clip_scale};
 use crate::program::{Buffer, Channel, Content, Instr, Pattern, Program, Role, Scalar, StageProgram, Stream, Write};
 use crate::sharding::{LocalType, Sharding, local_type};
 
@@ -323,18 +324,34 @@ impl<'a> ProgramRun<'a> {
                 let grad = self.read(rank, *grad, m);
                 let mut values = self.read(rank, *state, m);
                 let mut of: Vec<Vec<f64>> = moments.iter().map(|&b| self.read(rank, b, m)).collect();
-                for (i, p) in values.iter_mut().enumerate() {
-                    let g = grad[i] * scale;
-                    match self.program.optimizer {
-                        Some(Optimizer::AdamW) => (*p, of[0][i], of[1][i]) = adamw(*p, g, of[0][i], of[1][i], scalars),
-                        Some(Optimizer::Sgd) => (*p, of[0][i]) = sgd(*p, g, of[0][i], scalars),
-                        None => {}
+                let decays = optimizer::decays(self.graph, DecayGroups::All);
+                for (range, pulled) in self.stretches(rank, *state, &decays) {
+                    let scalars = if pulled { *scalars } else { scalars.without_decay() };
+                    for i in range {
+                        let moment = |at: usize| of.get(at).map_or(0.0, |m| m[i]);
+                        let Some(optimizer) = self.program.optimizer else { continue };
+                        let (new, next) = optimizer::update(optimizer, values[i], grad[i] * scale, [moment(0), moment(1)], &scalars);
+                        values[i] = new;
+                        of.iter_mut().zip(next).for_each(|(m, new)| m[i] = new);
                     }
                 }
                 moments.iter().zip(&of).for_each(|(&b, data)| self.write(rank, b, m, data));
                 [state].into_iter().chain(param).for_each(|&b| self.write(rank, b, m, &values));
             }
             Instr::Record(_) | Instr::Wait(_) => {}
+        }
+    }
+
+    /// The elements of a rank's flat buffer, and whether weight decay pulls them.
+    fn stretches(&self, rank: u64, state: BufferId, decays: &Table<ParamId, bool>) -> Vec<(Range<usize>, bool)> {
+        let buffer = self.buffer(rank, state);
+        let len = buffer.bytes / buffer.dtype.size();
+        match buffer.content {
+            Content::Flat { bucket, pieces, .. } => {
+                let start = self.program.mesh.position(self.local(rank), pieces) * len;
+                self.stage(rank).buckets[bucket].stretches(start, len, |p| decays[p])
+            }
+            _ => vec![(0..len as usize, true)],
         }
     }
 

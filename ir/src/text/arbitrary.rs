@@ -392,6 +392,6 @@ fn stage(graph: &Graph, mesh: &Mesh, size: usize, rng: &mut Rng) -> StageProgram
 pub fn program(graph: &Graph, size: usize, rng: &mut Rng) -> Program {
     let mesh = mesh(rng);
     let stages = rng.vec(3, |r| stage(graph, &mesh, size, r));
-    let optimizer = rng.some(|r| *r.pick(&[Optimizer::AdamW, Optimizer::Sgd]));
+    let optimizer = rng.some(|r| *r.pick(&Optimizer::ALL));
     Program { padded: padded(graph, rng), micro_batches: rng.number(), optimizer, stages, mesh }
 }

@@ -23,11 +23,8 @@ pub fn program(p: &mut Parser<'_>, known: &Known<'_>) -> Parsed<Program> {
     let padded = padded(p, known)?;
     p.word("micro_batches")?;
     let micro_batches = p.integer("the number of micro-batches")?;
-    let optimizer = if p.take_word("optimizer") {
-        Some(named(p, "optimizer", Optimizer::from_name, &[Optimizer::AdamW, Optimizer::Sgd].map(Optimizer::name))?)
-    } else {
-        None
-    };
+    let optimizer =
+        if p.take_word("optimizer") { Some(named(p, "optimizer", Optimizer::from_name, &Optimizer::ALL.map(Optimizer::name))?) } else { None };
     let mut program = Program { mesh, padded, micro_batches, optimizer, stages: Vec::new() };
     let mut reader = Reader { known, mesh: program.mesh.clone(), calls: 0 };
     while p.is_word("stage") {

@@ -264,7 +264,7 @@ pub fn plan(graph: &Graph, degrees: Degrees, dice: &mut Dice) -> Plan {
         options,
         layers: (0..layers).collect(),
         compute: DType::F64,
-        optimizer: dice.pick(&[Optimizer::AdamW, Optimizer::Sgd]),
+        optimizer: dice.pick(&Optimizer::ALL),
         clip: dice.pick(&[Clip::None, Clip::GlobalNorm]),
     };
     for layer in 0..layers {

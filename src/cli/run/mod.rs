@@ -21,7 +21,7 @@ use dplan_ir::dtype::DType;
 use dplan_ir::entity::{ParamId, Table};
 use dplan_ir::verify;
 use faults::Planned;
-use settings::LrSchedule;
+use settings::{Decay, LrSchedule};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use xxhash_rust::xxh3::xxh3_64;
@@ -61,6 +61,9 @@ pub struct Args {
     eps: f64,
     #[arg(long, default_value_t = 0.1)]
     weight_decay: f64,
+    /// What weight decay pulls.
+    #[arg(long, default_value = "all")]
+    decay: Decay,
     /// Largest global gradient norm.
     #[arg(long, default_value_t = 1.0)]
     clip: f64,

@@ -3,7 +3,7 @@
 use super::Args;
 use crate::planfile::PlanFile;
 use clap::ValueEnum;
-use dplan_ir::optimizer::{Hyper, Optimizer};
+use dplan_ir::optimizer::{DecayGroups, Hyper, Optimizer};
 use dplan_ir::plan::Clip;
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -13,6 +13,22 @@ pub enum LrSchedule {
     Linear,
     /// Falls to 0 along half a cosine.
     Cosine,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Decay {
+    All,
+    /// All parameters but the weights of norms, biases and sinks.
+    Matrices,
+}
+
+impl Decay {
+    pub fn groups(self) -> DecayGroups {
+        match self {
+            Decay::All => DecayGroups::All,
+            Decay::Matrices => DecayGroups::Matrices,
+        }
+    }
 }
 
 pub fn hyper(args: &Args, file: &PlanFile, step: u64) -> Hyper {
@@ -33,7 +49,7 @@ pub fn hyper(args: &Args, file: &PlanFile, step: u64) -> Hyper {
         Clip::GlobalNorm => args.clip,
     };
     let (beta1, beta2) = match file.plan.optimizer {
-        Optimizer::AdamW | Optimizer::Sgd => args.betas,
+        Optimizer::AdamW | Optimizer::Adam | Optimizer::Sgd => args.betas,
     };
     Hyper { lr, beta1, beta2, eps: args.eps, weight_decay: args.weight_decay, momentum: args.momentum, clip }
 }

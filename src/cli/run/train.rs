@@ -98,7 +98,7 @@ impl Run {
 
     /// A session at a checkpoint, or at the beginning.
     fn attempt(&self, found: Option<Found>) -> Result<Attempt> {
-        let options = Options { timeout: Duration::from_secs_f64(self.args.timeout), ..Options::default() };
+        let options = Options { timeout: Duration::from_secs_f64(self.args.timeout), decay: self.args.decay.groups(), ..Options::default() };
         let mut session = Session::new(self.file.graph.clone(), self.file.program.clone(), &options).map_err(Failure::fault)?;
         let position = match found {
             None => {

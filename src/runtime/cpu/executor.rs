@@ -10,7 +10,7 @@ use std::thread::Thread;
 use std::time::Duration;
 
 use dplan_ir::dtype::DType;
-use dplan_ir::optimizer::{Optimizer, StepScalars, clip_scale};
+use dplan_ir::optimizer::{StepScalars, clip_scale};
 use dplan_ir::program::Stream;
 use dplan_kernels::cpu::block::{Block, BlockMut};
 use dplan_kernels::cpu::{Run, Threads, flat};
@@ -250,18 +250,16 @@ impl<'w> Executor<'w> {
                 put_scalar(write(dst), scalar(read(dst)) + sum);
             }
             Action::ClipScale { src, dst } => put_scalar(write(dst), clip_scale(scalar(read(src)).sqrt(), scalars.hyper.clip)),
-            Action::Update { optimizer, state, grad, moments, param, scale } => {
+            Action::Update { optimizer, state, grad, moments, param, scale, stretches } => {
                 let scale = scale.as_ref().map_or(1.0, |s| scalar(read(s)));
                 match (write(state), read(grad)) {
                     (BlockMut::F32(state), Block::F32(grad)) => {
-                        let moment = |i: usize| match write(&moments[i]) {
-                            BlockMut::F32(m) => m,
-                            BlockMut::F64(_) | BlockMut::I32(_) | BlockMut::Bf16(_) | BlockMut::F16(_) => unreachable!("refused when loaded"),
+                        let moment = |i: usize| match moments.get(i).map(write) {
+                            Some(BlockMut::F32(m)) => m,
+                            None => Default::default(),
+                            Some(BlockMut::F64(_) | BlockMut::I32(_) | BlockMut::Bf16(_) | BlockMut::F16(_)) => unreachable!("refused when loaded"),
                         };
-                        match optimizer {
-                            Optimizer::AdamW => flat::adamw(state, grad, moment(0), moment(1), scale, scalars),
-                            Optimizer::Sgd => flat::sgd(state, grad, moment(0), scale, scalars),
-                        }
+                        flat::update(*optimizer, stretches, state, grad, [moment(0), moment(1)], scale, scalars);
                         match param.as_ref().map(write) {
                             Some(BlockMut::Bf16(param)) => param.convert_from_f32_slice(state),
                             Some(BlockMut::F16(param)) => param.convert_from_f32_slice(state),
@@ -270,14 +268,12 @@ impl<'w> Executor<'w> {
                         }
                     }
                     (BlockMut::F64(state), Block::F64(grad)) => {
-                        let moment = |i: usize| match write(&moments[i]) {
-                            BlockMut::F64(m) => m,
-                            BlockMut::F32(_) | BlockMut::I32(_) | BlockMut::Bf16(_) | BlockMut::F16(_) => unreachable!("refused when loaded"),
+                        let moment = |i: usize| match moments.get(i).map(write) {
+                            Some(BlockMut::F64(m)) => m,
+                            None => Default::default(),
+                            Some(BlockMut::F32(_) | BlockMut::I32(_) | BlockMut::Bf16(_) | BlockMut::F16(_)) => unreachable!("refused when loaded"),
                         };
-                        match optimizer {
-                            Optimizer::AdamW => flat::adamw(state, grad, moment(0), moment(1), scale, scalars),
-                            Optimizer::Sgd => flat::sgd(state, grad, moment(0), scale, scalars),
-                        }
+                        flat::update(*optimizer, stretches, state, grad, [moment(0), moment(1)], scale, scalars);
                     }
                     _ => unreachable!("refused when loaded"),
                 }

@@ -4,13 +4,14 @@
 //! action, its micro-batch, and a number: which meeting of its communicator it is, which `record` of the step, or which `record` it waits for.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use dplan_ir::dtype::DType;
-use dplan_ir::entity::{BufferId, NodeId, SegmentId, ValueId};
+use dplan_ir::entity::{BufferId, NodeId, ParamId, SegmentId, Table, ValueId};
 use dplan_ir::extent::{OpContext, Seat, context};
 use dplan_ir::graph::{Graph, Layout};
 use dplan_ir::mesh::AxisSet;
-use dplan_ir::optimizer::Optimizer;
+use dplan_ir::optimizer::{DecayGroups, Optimizer, decays};
 use dplan_ir::program::{Channel, Content, Instr, Pattern, Program, StageProgram, Stream, Write};
 use dplan_ir::sharding::{LocalType, Sharding, local_type};
 use dplan_kernels::cpu::Kernel;
@@ -76,6 +77,8 @@ pub enum Action {
         /// Receives the result, rounded.
         param: Option<Slot>,
         scale: Option<Slot>,
+        /// All elements, and whether weight decay pulls them.
+        stretches: Vec<(Range<usize>, bool)>,
     },
     Record,
     Wait,
@@ -132,14 +135,16 @@ enum Key {
 ///
 /// # Errors
 /// What in the program a CPU rank cannot run. A verified f32 or f64 program has none of it.
-pub fn load(graph: &Graph, program: &Program) -> Result<Loaded, RuntimeError> {
+pub fn load(graph: &Graph, program: &Program, groups: DecayGroups) -> Result<Loaded, RuntimeError> {
+    let decays = decays(graph, groups);
     let mut communicators: BTreeMap<Key, usize> = BTreeMap::new();
     let mut loaded = Loaded::default();
     // How many meetings of each communicator each of its members issues.
     let mut counts: Vec<BTreeMap<usize, u64>> = Vec::new();
     for (stage, of_stage) in program.stages.iter().enumerate() {
         for local_rank in 0..program.mesh.ranks() {
-            let mut loader = Loader { graph, program, stage, of_stage, local_rank, communicators: &mut communicators, loaded: &mut loaded };
+            let mut loader =
+                Loader { graph, program, decays: &decays, stage, of_stage, local_rank, communicators: &mut communicators, loaded: &mut loaded };
             let code = loader.code()?;
             let rank = loader.rank(stage, local_rank);
             for item in code.queues.iter().flatten() {
@@ -167,6 +172,7 @@ pub fn load(graph: &Graph, program: &Program) -> Result<Loaded, RuntimeError> {
 struct Loader<'a> {
     graph: &'a Graph,
     program: &'a Program,
+    decays: &'a Table<ParamId, bool>,
     stage: usize,
     of_stage: &'a StageProgram,
     local_rank: u64,
@@ -285,9 +291,9 @@ impl Loader<'_> {
                 }
             }
             Instr::ClipScale { src, dst } => Action::ClipScale { src: self.float(*src)?, dst: self.float(*dst)? },
-            Instr::Update { state, grad, moments, param, scale } => {
+            Instr::Update { state: at, grad, moments, param, scale } => {
                 let optimizer = self.program.optimizer.ok_or("the program has no optimizer")?;
-                let (state, grad) = (self.float(*state)?, self.float(*grad)?);
+                let (state, grad) = (self.float(*at)?, self.float(*grad)?);
                 let moments = moments.iter().map(|&m| self.float(m)).collect::<Result<Vec<_>, _>>()?;
                 if moments.len() != optimizer.moments() {
                     return Err(format!("{} moments of the {} that {} has", moments.len(), optimizer.moments(), optimizer.name()));
@@ -297,12 +303,25 @@ impl Loader<'_> {
                 if let Some(param) = param.filter(|p| p.elems() != state.elems()) {
                     return Err(format!("{} parameters of {} states", param.elems(), state.elems()));
                 }
-                Action::Update { optimizer, state, grad, moments, param, scale: scale.map(|s| self.float(s)).transpose()? }
+                let stretches = self.stretches(*at, &state);
+                Action::Update { optimizer, state, grad, moments, param, scale: scale.map(|s| self.float(s)).transpose()?, stretches }
             }
             Instr::Record(event) | Instr::Wait(event) if event.0 >= self.of_stage.events => return Err(format!("{event} does not exist")),
             Instr::Record(_) => Action::Record,
             Instr::Wait(_) => Action::Wait,
         })
+    }
+
+    /// The elements of a flat buffer, and whether weight decay pulls them.
+    fn stretches(&self, buffer: BufferId, slot: &Slot) -> Vec<(Range<usize>, bool)> {
+        let len = slot.elems();
+        match self.of_stage.buffers[buffer].content {
+            Content::Flat { bucket, pieces, .. } => {
+                let start = self.program.mesh.position(self.local_rank, pieces) * len as u64;
+                self.of_stage.buckets[bucket].stretches(start, len as u64, |p| self.decays[p])
+            }
+            _ => vec![(0..len, true)],
+        }
     }
 
     fn run(&mut self, node: NodeId, ins: &[BufferId], outs: &[BufferId], scratch: Option<BufferId>, write: Write) -> Result<Action, String> {

@@ -63,7 +63,7 @@ impl Session {
     /// # Errors
     /// If the program has something CPU ranks cannot do, or there is not enough memory.
     pub fn new(graph: Graph, program: Program, options: &Options) -> Result<Session, RuntimeError> {
-        let loaded = load(&graph, &program)?;
+        let loaded = load(&graph, &program, options.decay)?;
         Session::start(graph, program, loaded, options)
     }
 

@@ -21,8 +21,7 @@ use dplan_ir::optimizer::{Hyper, Optimizer, StepScalars};
 
 /// Rotations are tables of f32 in the reference; with their rounding nothing agrees to more digits.
 const TOLERANCE: f64 = 3e-6;
-/// Adam divides by the root of the squared gradient: where that is small, rounding of the gradient counts.
-const FINAL_TOLERANCE: f64 = 2e-4;
+const FINAL_TOLERANCE: f64 = 3e-6;
 
 #[test]
 fn families_agree_with_pytorch() {
@@ -50,7 +49,7 @@ fn check(file: &Path) {
     let weights = write_weights(&graph, &dir.join("weights.safetensors"));
 
     let mut state = TrainState::new(weights, Optimizer::AdamW);
-    let hyper = Hyper { lr: 0.01, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, momentum: 0.0, clip: 1.0 };
+    let hyper = Hyper { lr: 0.01, beta1: 0.9, beta2: 0.95, eps: 1e-4, weight_decay: 0.1, momentum: 0.0, clip: 1.0 };
     for (step, tokens) in expected["tokens"].as_array().unwrap().iter().enumerate() {
         let rows: Vec<Vec<f64>> =
             tokens.as_array().unwrap().iter().map(|r| r.as_array().unwrap().iter().map(|t| t.as_f64().unwrap()).collect()).collect();
@@ -81,7 +80,7 @@ fn on_ranks(family: &str, expected: &serde_json::Value, dir: &Path, ranks: u32, 
     common::dplan_ok(&["compile", &config, "--cluster", &cluster, "--batch", "2", "--seq", "12", "--precision", "f64", "--pin", pins, "-o", &plan]);
     let files = [path("tokens.json"), path("weights.safetensors"), path("ranks-grads.safetensors"), path("ranks-final.safetensors")];
     let [tokens, weights, grads, last] = files.each_ref().map(String::as_str);
-    let fixed = "--steps 2 --lr 0.01 --betas 0.9,0.95 --eps 1e-8 --weight-decay 0.1 --clip 1.0 --json";
+    let fixed = "--steps 2 --lr 0.01 --betas 0.9,0.95 --eps 1e-4 --weight-decay 0.1 --clip 1.0 --json";
     let mut args = vec!["run", &plan, "--data", tokens, "--init", weights, "--save-grads", grads, "--save", last];
     args.extend(fixed.split(' '));
     let lines = common::json_lines(&common::dplan_ok(&args));

@@ -144,7 +144,7 @@ fn groups(context: &Context<'_>, style: Style, count: u64) -> Result<Option<Grou
     };
     let groups = context.bounded(&["n_group"], default.0.min(count), count)?;
     let kept = context.bounded(&["topk_group"], default.1.min(groups), groups)?;
-    if count % groups != 0 {
+    if !count.is_multiple_of(groups) {
         let at = config.get("n_group").unwrap_or_else(|| config.clone());
         return Err(at.wrong(&format!("makes {groups} groups of {count} experts"), &format!("a divisor of {count}")));
     }

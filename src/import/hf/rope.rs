@@ -43,7 +43,7 @@ pub fn rope(config: &At<'_>, defaults: Defaults, layer_type: &str) -> Result<Rop
     let turned = match keys(&["partial_rotary_factor", "rotary_pct"]) {
         Some(at) => {
             let turned = (defaults.head as f64 * at.positive_number()?) as u64;
-            if turned > defaults.head || turned % 2 != 0 || turned == 0 {
+            if turned > defaults.head || !turned.is_multiple_of(2) || turned == 0 {
                 let right = format!("so that an even number of elements turns, at most {}", defaults.head);
                 return Err(at.wrong(&format!("makes {turned} elements of a head turn"), &right));
             }

@@ -10,7 +10,7 @@ use dplan_ir::interp::Tensor;
 use dplan_ir::interp::graph::{TrainState, train_step};
 use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::op::{Activation, Op};
-use dplan_ir::optimizer::{Hyper, Optimizer};
+use dplan_ir::optimizer::{DecayGroups, Hyper, Optimizer};
 use dplan_ir::program::*;
 use dplan_ir::sharding::{Monoid, Padded, Sharding};
 
@@ -204,7 +204,7 @@ fn a_stall_names_ranks_instructions_and_peers() {
 fn a_rank_that_panics_ends_the_step_for_all() {
     let (graph, options) = (graph(), Options::default());
     let program = data_parallel(&graph);
-    let mut loaded = load(&graph, &program).expect("loaded");
+    let mut loaded = load(&graph, &program, DecayGroups::All).expect("loaded");
     for action in &mut loaded.codes[1].actions {
         if let Action::Input { step, .. } = action {
             *step = 1 << 40;

@@ -91,7 +91,7 @@ fn cases() -> Vec<Case> {
             all.push(case(Op::AttentionSink(op), &[5, 4, 4, 2], &[5, 4], letters));
         }
     }
-    for letters in [&attention[0][..], &attention[1][..]] {
+    for letters in [attention[0], attention[1]] {
         all.push(case(Op::SinkGrad, &[2, 5, 4, 5], &[2], letters));
     }
     let joined: &[(char, u64, u64, u64)] = &[('b', 0, 2, 2), ('t', 0, 7, 7), ('g', 2, 3, 4), ('n', 0, 5, 5), ('m', 0, 3, 3), ('d', 0, 8, 8)];

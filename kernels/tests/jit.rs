@@ -3,7 +3,7 @@
 mod shim;
 
 use dplan_ir::dtype::DType;
-use dplan_ir::op::{Attention, Mask, Op, Renormalize, Rope, Rotation};
+use dplan_ir::op::{Attention, Mask, Op, Renormalize, Rope, Rotation, Router};
 use dplan_ir::order::Order;
 use dplan_ir::program::Write;
 use dplan_kernels::cuda::{Alignment, Launch};
@@ -38,7 +38,7 @@ fn cases(dtype: DType) -> Vec<Case> {
     let heads = |d| vec![letter('b', 1), letter('s', 5), letter('t', 5), letter('g', 1), letter('r', 2), letter('d', d), letter('e', d)];
     let eps = 1e-5;
     let attention = Attention { mask: Mask { causal: true, window: None }, scale: 0.1 };
-    let rope = Rope { rotation: Rotation::Forward, inv_freq: (0..64).map(|i| 1e4f64.powf(-f64::from(i) / 64.0)).collect() };
+    let rope = Rope::whole(Rotation::Forward, (0..64).map(|i| 1e4f64.powf(-f64::from(i) / 64.0)).collect());
     let renormalize = Renormalize::Yes;
     let mut all = vec![
         case(Op::GatedGrad(dplan_ir::op::Activation::Silu), &[3, 3, 3], &[3, 3], rows(), dtype),
@@ -53,8 +53,8 @@ fn cases(dtype: DType) -> Vec<Case> {
         case(Op::EmbedGrad, &[2, 3], &[2], tokens(), dtype),
         case(Op::CeStats, &[3, 2], &[2, 2], rows(), dtype),
         case(Op::CeStatsGrad, &[3, 2, 2, 2, 2], &[3], rows(), dtype),
-        case(Op::TopKGate { k: 2, renormalize }, &[3], &[3], moe(), dtype),
-        case(Op::TopKGateGrad { k: 2, renormalize }, &[3, 3, 3], &[3], moe(), dtype),
+        case(Op::TopKGate(Router::softmax(2, renormalize)), &[3], &[3], moe(), dtype),
+        case(Op::TopKGateGrad(Router::softmax(2, renormalize)), &[3, 3, 3], &[3], moe(), dtype),
         case(Op::Combine, &[4, 3], &[3], moe(), dtype),
         case(Op::CombineGradGate, &[3, 4, 3], &[3], moe(), dtype),
         case(Op::ExpertEinsum(spec("bseh", "efh", "bsef")), &[4, 3, 3], &[4], moe(), dtype),

@@ -3,7 +3,7 @@
 mod shim;
 
 use dplan_ir::dtype::DType;
-use dplan_ir::op::{Activation, Attention, Mask, Op, Renormalize, Rope, Rotation};
+use dplan_ir::op::{Activation, Attention, Mask, Op, Renormalize, Rope, Rotation, Router};
 use dplan_ir::order::Order;
 use dplan_ir::program::Write;
 use dplan_kernels::cuda::Alignment;
@@ -129,7 +129,7 @@ fn rotary() {
         let letters = vec![letter('a', r.size(3)), ('b', r.below(131_072), s, 1 << 20), letter('c', r.size(5)), letter('d', 2 * pairs)];
         let (order, start, s, whole) = zigzag(r);
         let turned = vec![letter('a', r.size(3)), ('b', start, s, whole), letter('c', r.size(5)), letter('d', 2 * pairs)];
-        let op = Op::Rope(Rope { rotation, inv_freq });
+        let op = Op::Rope(Rope::whole(rotation, inv_freq));
         if r.below(2) == 0 { case(r, op, &[4], &[4], letters) } else { Case { order, ..case(r, op, &[4], &[4], turned) } }
     });
 }
@@ -155,8 +155,8 @@ fn router() {
     family("router", 7, |r| {
         let letters = vec![letter('b', r.size(3)), letter('s', r.size(20)), letter('e', r.size(70))];
         let (k, renormalize) = (1 + r.below(8), if r.below(2) == 0 { Renormalize::Yes } else { Renormalize::No });
-        let op = if r.below(2) == 0 { Op::TopKGate { k, renormalize } } else { Op::TopKGateGrad { k, renormalize } };
-        let ins: &[usize] = if matches!(op, Op::TopKGate { .. }) { &[3] } else { &[3, 3, 3] };
+        let op = if r.below(2) == 0 { Op::TopKGate(Router::softmax(k, renormalize)) } else { Op::TopKGateGrad(Router::softmax(k, renormalize)) };
+        let ins: &[usize] = if matches!(op, Op::TopKGate(_)) { &[3] } else { &[3, 3, 3] };
         Case { top_k: k, ..case(r, op, ins, &[3], letters) }
     });
 }

@@ -1,7 +1,7 @@
 //! Lookups by token and position: embedding tables, learned positions, rotary angles.
 
 use dplan_ir::extent::Extent;
-use dplan_ir::op::{Rope, Rotation};
+use dplan_ir::op::{Pairs, Rope, Rotation};
 use dplan_ir::order::Order;
 
 use super::source::{Builder, Size, int};
@@ -75,8 +75,8 @@ pub fn order_args(b: &Builder<'_>, length: u64) -> [Arg; 2] {
 pub fn rope(b: &mut Builder<'_>, rope: &Rope, positions: Extent) -> Result<(), PrepareError> {
     let dims = &b.d.ins[0].dims;
     let (half, width) = (rope.inv_freq.len() as u64, dims[dims.len() - 1]);
-    if half * 2 != width {
-        return Err(PrepareError::Sizes(format!("{half} frequencies for vectors of {width}")));
+    if half * 2 != width || rope.pairs != Pairs::Halves || rope.scale != 1.0 {
+        return Err(PrepareError::Sizes(format!("no CUDA kernel turns {half} pairs of vectors of {width} in this way")));
     }
     let sign = match rope.rotation {
         Rotation::Forward => 1.0,

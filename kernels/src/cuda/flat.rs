@@ -60,7 +60,11 @@ pub struct Update {
 }
 
 pub fn update(u: Update) -> Routine {
-    let adam = u.optimizer == Optimizer::AdamW;
+    let (adam, coupled) = match u.optimizer {
+        Optimizer::AdamW => (true, false),
+        Optimizer::Adam => (true, true),
+        Optimizer::Sgd => (false, false),
+    };
     let param = u.param.unwrap_or(u.state);
     let pack = pack(u.n, &[u.state, u.grad], u.alignment);
     let text = Config::default()
@@ -72,6 +76,7 @@ pub fn update(u: Update) -> Routine {
         .int("THREADS", THREADS)
         .int("VEC", pack)
         .flag("ADAM", adam)
+        .flag("COUPLED", coupled)
         .flag("SCALED", u.scale.is_some())
         .flag("CAST", u.param.is_some())
         .text(&[include_str!("text/update.cuh")]);

@@ -24,7 +24,7 @@ pub mod source;
 use dplan_ir::cost::{OpCost, op_cost};
 use dplan_ir::dtype::DType;
 use dplan_ir::extent::OpContext;
-use dplan_ir::op::Op;
+use dplan_ir::op::{Op, Router};
 use dplan_ir::program::Write;
 use dplan_ir::rule::rule;
 use dplan_ir::sharding::LocalType;
@@ -118,6 +118,8 @@ pub enum PrepareError {
     DType(DType),
     #[error("the product `{spec}` is no batched matrix product: {why}")]
     Product { spec: String, why: String },
+    #[error("there is no CUDA kernel for {0} yet")]
+    Missing(&'static str),
     #[error("{0}")]
     Sizes(String),
 }
@@ -166,6 +168,8 @@ pub fn prepare(d: &Descriptor<'_>) -> Result<Routine, PrepareError> {
             pointwise::sum_leading(&mut b, dims[dims.len() - *keep as usize..].iter().product());
         }
         Op::AddPositionGrad => embed::positions_grad(&mut b, extent(0, 1)),
+        Op::RmsNorm { .. } | Op::RmsNormGradInput { .. } if d.ins[1].dims.len() > 1 => return Err(PrepareError::Missing("norms over heads")),
+        Op::RmsNormGradWeight { .. } if d.outs[0].dims.len() > 1 => return Err(PrepareError::Missing("norms over heads")),
         Op::RmsNorm { eps } => norm::norm(&mut b, norm::Which::Rms, norm::Part::Forward, *eps)?,
         Op::RmsNormGradInput { eps } => norm::norm(&mut b, norm::Which::Rms, norm::Part::GradInput, *eps)?,
         Op::RmsNormGradWeight { eps } => norm::norm(&mut b, norm::Which::Rms, norm::Part::GradWeight, *eps)?,
@@ -178,8 +182,17 @@ pub fn prepare(d: &Descriptor<'_>) -> Result<Routine, PrepareError> {
         Op::CeStats => loss::stats(&mut b, extent(0, d.ins[0].dims.len() - 1)),
         Op::CeStatsGrad => loss::grad(&mut b, extent(0, d.ins[0].dims.len() - 1)),
         Op::Mean => flat::mean(&mut b),
-        Op::TopKGate { k, renormalize } => moe::router(&mut b, *k, *renormalize, extent(0, 2))?,
-        Op::TopKGateGrad { k, renormalize } => moe::router_grad(&mut b, *k, *renormalize, extent(0, 2))?,
+        Op::TopKGate(router) if *router == Router::softmax(router.k, router.renormalize) => {
+            moe::router(&mut b, router.k, router.renormalize, extent(0, 2))?;
+        }
+        Op::TopKGateGrad(router) if *router == Router::softmax(router.k, router.renormalize) => {
+            moe::router_grad(&mut b, router.k, router.renormalize, extent(0, 2))?;
+        }
+        Op::TopKGate(_) | Op::TopKGateGrad(_) => return Err(PrepareError::Missing("routers other than a softmax")),
+        Op::CorrectionGrad => return Err(PrepareError::Missing("a router's correction")),
+        Op::AttentionSink(_) | Op::SinkGrad => return Err(PrepareError::Missing("attention with sinks")),
+        Op::Append | Op::AppendGradHead | Op::AppendGradTail => return Err(PrepareError::Missing("keys with a shared part")),
+        Op::AddExpertBias | Op::ExpertBiasGrad => return Err(PrepareError::Missing("biases of experts")),
         Op::Dispatch => moe::rows(&mut b, moe::Gated::No),
         Op::CombineGradRows => moe::rows(&mut b, moe::Gated::Yes),
         Op::Undispatch => moe::tokens(&mut b, moe::Gated::No),

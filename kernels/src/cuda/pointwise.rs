@@ -40,18 +40,25 @@ pub fn config(input: DType, output: DType, acc: DType, [ins, outs]: [u64; 2], pa
 pub fn text(config: Config, expression: &str, activation: Option<Activation>) -> String {
     let (config, act) = match activation {
         None => (config, ""),
-        Some(f) => (config.int("ACT", number(f)), include_str!("text/activation.cuh")),
+        Some(f) => {
+            let (number, limit) = number(f);
+            (config.int("ACT", number).int("LIMIT", limit.into()), include_str!("text/activation.cuh"))
+        }
     };
     let expression = format!("DP_DEVICE void expression(acc x, acc y, acc z, acc& u, acc& v) {{ {expression} }}\n");
     config.text(&[act, &expression, include_str!("text/pointwise.cuh")])
 }
 
-fn number(f: Activation) -> u64 {
+/// What the text calls an activation, and its limit.
+fn number(f: Activation) -> (u64, u32) {
     match f {
-        Activation::Silu => 0,
-        Activation::Gelu => 1,
-        Activation::GeluTanh => 2,
-        Activation::Relu => 3,
+        Activation::Silu => (0, 0),
+        Activation::Gelu => (1, 0),
+        Activation::GeluTanh => (2, 0),
+        Activation::Relu => (3, 0),
+        Activation::QuickGelu => (4, 0),
+        Activation::Clamp { limit } => (5, limit),
+        Activation::ClampAbove { limit } => (6, limit),
     }
 }
 

@@ -192,7 +192,7 @@ pub fn make(case: &Case, random: &mut Random) -> Prepared {
         out_types[0].dtype = out;
     }
     let gate_at = match op {
-        Op::TopKGateGrad { .. } | Op::Dispatch | Op::Undispatch | Op::Combine | Op::CombineGradRows => Some(1),
+        Op::TopKGateGrad(_) | Op::Dispatch | Op::Undispatch | Op::Combine | Op::CombineGradRows => Some(1),
         Op::CombineGradGate | Op::ExpertEinsum(_) => Some(2),
         _ => None,
     };

@@ -1,5 +1,5 @@
-// One optimizer step on flat buffers, in place. Config: state_t (of state and moments), grad_t, param_t, scale_t, acc, THREADS, VEC, ADAM, SCALED, CAST.
-// AdamW: p <- p (1 - lr wd) - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps). SGD: g <- g + wd p; v <- momentum v + g; p <- p - lr v.
+// One optimizer step on flat buffers, in place. Config: state_t (of state and moments), grad_t, param_t, scale_t, acc, THREADS, VEC, ADAM, COUPLED, SCALED, CAST.
+// AdamW: p <- p (1 - lr wd) - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps). Adam (COUPLED): g <- g + wd p, then the same without decay. SGD: g <- g + wd p; v <- momentum v + g; p <- p - lr v.
 DP_KERNEL(dp_update)(DP_OUT(state_t) state, DP_IN(grad_t) grad, DP_OUT(state_t) first, DP_OUT(state_t) second, DP_OUT(param_t) param, DP_IN(scale_t) scale,
                      DP_IN(double) scalars, i64 n) {
     i64 at = (i64(blockIdx.x) * THREADS + threadIdx.x) * VEC;
@@ -16,7 +16,7 @@ DP_KERNEL(dp_update)(DP_OUT(state_t) state, DP_IN(grad_t) grad, DP_OUT(state_t) 
         double beta1 = dp_ld(scalars, 2), beta2 = dp_ld(scalars, 3);
         b1 = acc(beta1), c1 = acc(1.0 - beta1), b2 = acc(beta2), c2 = acc(1.0 - beta2), eps = acc(dp_ld(scalars, 4));
         step = acc(dp_ld(scalars, 1) / dp_ld(scalars, 8)), root = acc(1.0 / dp_ld(scalars, 9));
-        keep = acc(1.0 - dp_ld(scalars, 1) * dp_ld(scalars, 5));
+        keep = COUPLED ? acc(1) : acc(1.0 - dp_ld(scalars, 1) * dp_ld(scalars, 5));
     } else {
         momentum = acc(dp_ld(scalars, 6));
     }
@@ -24,6 +24,7 @@ DP_KERNEL(dp_update)(DP_OUT(state_t) state, DP_IN(grad_t) grad, DP_OUT(state_t) 
     for (int j = 0; j < VEC; j++) {
         acc x = acc(widen(p.v[j])), y = acc(widen(g.v[j])) * factor;
         if (ADAM) {
+            if (COUPLED) y = y + decay * x;
             acc mi = b1 * acc(widen(m.v[j])) + c1 * y, vi = b2 * acc(widen(v.v[j])) + c2 * y * y;
             x = x * keep - step * mi / (dp_sqrt(vi) * root + eps);
             m.v[j] = narrow<state_t>(mi), v.v[j] = narrow<state_t>(vi);

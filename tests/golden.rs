@@ -97,7 +97,7 @@ fn on_ranks(family: &str, expected: &serde_json::Value, dir: &Path, ranks: u32, 
 /// The model's tensors as a weights file, read back as its parameters.
 fn write_weights(graph: &Graph, path: &Path) -> Table<ParamId, Tensor> {
     let tensors: BTreeMap<String, Vec<u64>> = graph.params.ids().flat_map(|p| pieces(graph, p)).map(|p| (p.tensor, p.shape)).collect();
-    let (mut file, begins) = header(DType::F64, &tensors.iter().map(|(n, s)| (n.clone(), s.clone())).collect::<Vec<_>>());
+    let (mut file, begins) = header(&tensors.iter().map(|(n, s)| (n.clone(), DType::F64, s.clone())).collect::<Vec<_>>());
     for ((name, shape), begin) in tensors.iter().zip(begins) {
         let values = values(name, shape);
         file.resize(file.len().max(begin as usize + 8 * values.len()), 0);

@@ -57,6 +57,8 @@ pub struct Seen {
     pub progress: AtomicU64,
     /// Counts the rank's looks at its queues, over all steps: a rank that waits looks again and again, one that is stuck does not.
     pub looks: AtomicU64,
+    /// That count when all ranks together last got further.
+    pub marked: AtomicU64,
     /// The queue whose head the rank is at, for messages about failures.
     pub at: AtomicU64,
     /// What the rank is to rehearse in its next step.

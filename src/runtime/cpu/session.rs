@@ -260,17 +260,21 @@ impl Session {
         let shared = &*self.shared;
         let tick = (self.timeout / 4).clamp(Duration::from_millis(1), Duration::from_secs(1));
         let progress = || shared.world.ranks.iter().map(|r| r.progress.load(Ordering::Relaxed)).sum::<u64>();
-        let looks = || shared.world.ranks.iter().map(|r| r.looks.load(Ordering::Relaxed)).collect::<Vec<_>>();
-        let (mut seen, mut since, mut looked) = (progress(), Instant::now(), looks());
+        // Marks how often each rank has looked so far; nothing is allocated while a step goes on.
+        let mark = || shared.world.ranks.iter().for_each(|r| r.marked.store(r.looks.load(Ordering::Relaxed), Ordering::Relaxed));
+        mark();
+        let (mut seen, mut since) = (progress(), Instant::now());
         let mut stalled = None;
         let mut task = shared.lock();
         while task.running > 0 {
             task = shared.finished.wait_timeout(task, tick).map_or_else(|e| e.into_inner().0, |(task, _)| task);
             let now = progress();
             if now != seen {
-                (seen, since, looked) = (now, Instant::now(), looks());
+                mark();
+                (seen, since) = (now, Instant::now());
             } else if stalled.is_none() && since.elapsed() >= self.timeout && task.running > 0 {
-                let same = looked.iter().zip(looks()).map(|(then, now)| *then == now && since.elapsed() >= PATIENCE).collect::<Vec<_>>();
+                let idle = |r: &Seen| r.marked.load(Ordering::Relaxed) == r.looks.load(Ordering::Relaxed);
+                let same: Vec<bool> = shared.world.ranks.iter().map(|r| idle(r) && since.elapsed() >= PATIENCE).collect();
                 stalled = Some(RuntimeError::Stalled { seconds: since.elapsed().as_secs_f64(), stalls: self.stalls(&same) });
                 shared.world.poison();
             }

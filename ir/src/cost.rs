@@ -89,7 +89,47 @@ pub fn op_cost(op: &Op, ins: &[&LocalType], outs: &[&LocalType]) -> OpCost {
 
 /// Whether an op only streams its operands through memory, so that its results are quicker made again than a product's.
 pub fn is_cheap(op: &Op) -> bool {
-    !matches!(op, Op::Einsum(_) | Op::ExpertEinsum(_) | Op::Attention(_) | Op::AttentionGrad(_))
+    match op {
+        Op::Einsum(_) | Op::ExpertEinsum(_) | Op::Attention(_) | Op::AttentionSink(_) | Op::AttentionGrad(_) => false,
+        Op::AddBias
+        | Op::SumLeading { .. }
+        | Op::Add
+        | Op::Sub
+        | Op::Neg
+        | Op::Act(_)
+        | Op::ActGrad(_)
+        | Op::Gated(_)
+        | Op::GatedGrad(_)
+        | Op::RmsNorm { .. }
+        | Op::RmsNormGradInput { .. }
+        | Op::RmsNormGradWeight { .. }
+        | Op::LayerNorm { .. }
+        | Op::LayerNormGradInput { .. }
+        | Op::LayerNormGradWeight { .. }
+        | Op::Rope(_)
+        | Op::SinkGrad
+        | Op::Append
+        | Op::AppendGradHead
+        | Op::AppendGradTail
+        | Op::Embed
+        | Op::EmbedGrad
+        | Op::AddPosition
+        | Op::AddPositionGrad
+        | Op::CeStats
+        | Op::CeStatsGrad
+        | Op::Mean
+        | Op::MeanGrad
+        | Op::TopKGate(_)
+        | Op::TopKGateGrad(_)
+        | Op::CorrectionGrad
+        | Op::Dispatch
+        | Op::Undispatch
+        | Op::AddExpertBias
+        | Op::ExpertBiasGrad
+        | Op::Combine
+        | Op::CombineGradRows
+        | Op::CombineGradGate => true,
+    }
 }
 
 /// Working memory an op may use on one rank, bytes: a bound that every kernel keeps.

@@ -5,6 +5,7 @@ use crate::cluster;
 use crate::compile::Compiled;
 use crate::import::Model;
 use crate::planfile::PlanFile;
+use dplan_ir::plan::Plan;
 use dplan_planner::baselines::Baseline;
 use dplan_planner::predict::Prediction;
 use serde_json::{Value, json};
@@ -132,27 +133,22 @@ pub fn text(model: &Model, compiled: &Compiled, run: TrainingRun) -> String {
     out
 }
 
-/// Degrees, schedule, stages and the ways layers run.
-pub fn choice(file: &PlanFile) -> String {
-    let plan = &file.plan;
-    let mut out = String::new();
+/// `dp 8 · cp 16 · tp 2 with sequence parallelism · pp 64`; expert and context parallelism where there are any.
+pub fn degrees(plan: &Plan) -> String {
     let sp = match plan.boundary {
         Some(1) => " with sequence parallelism".to_string(),
         Some(d) => format!(" with dim {d} of layer boundaries sharded"),
         None => String::new(),
     };
     let degree = |name: &str, n: u64| if n > 1 { format!(" · {name} {n}") } else { String::new() };
-    let shared = degree("ep", plan.ep) + &degree("cp", plan.cp);
-    let _ = writeln!(
-        out,
-        "plan        dp {}{shared} · tp {}{sp} · pp {}, {} of {} micro-batches of {}",
-        plan.dp,
-        plan.tp,
-        plan.pp(),
-        plan.schedule.name(),
-        plan.micro_batches,
-        plan.micro_batch
-    );
+    format!("dp {}{}{} · tp {}{sp} · pp {}", plan.dp, degree("ep", plan.ep), degree("cp", plan.cp), plan.tp, plan.pp())
+}
+
+/// Degrees, schedule, stages and the ways layers run.
+pub fn choice(file: &PlanFile) -> String {
+    let plan = &file.plan;
+    let mut out = String::new();
+    let _ = writeln!(out, "plan        {}, {} of {} micro-batches of {}", degrees(plan), plan.schedule.name(), plan.micro_batches, plan.micro_batch);
     for (at, stage) in plan.stages.iter().enumerate() {
         // Runs of layers with equal options.
         let mut runs: Vec<(u32, u32, u32)> = Vec::new();

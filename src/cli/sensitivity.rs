@@ -3,6 +3,7 @@
 //! A scenario is `key=FACTOR[x]`, several joined by commas: `memory=1.5x`, `link=2x,compute=0.9x`. Each is searched anew; the plan may change.
 
 use super::output::{gib, seconds};
+use super::report::degrees;
 use crate::compile::{CompileError, Options, best};
 use dplan_ir::graph::Graph;
 use dplan_ir::plan::Plan;
@@ -146,14 +147,12 @@ pub fn line(s: &Sensitivity, own: &Prediction) -> String {
         Ok((plan, p)) => {
             let most = p.memory.iter().map(|m| m.total_bytes()).max().unwrap_or(0);
             format!(
-                "{}: {} devices, step {} ({:.2}x), dp {} · tp {} · pp {}, micro-batches of {}, {} a device",
+                "{}: {} devices, step {} ({:.2}x), {}, micro-batches of {}, {} a device",
                 s.what,
                 s.devices,
                 seconds(p.step.seconds()),
                 p.step.seconds() / own.step.seconds().max(1e-12),
-                plan.dp,
-                plan.tp,
-                plan.pp(),
+                degrees(plan),
                 plan.micro_batch,
                 gib(most)
             )
@@ -167,7 +166,7 @@ pub fn json(s: &Sensitivity) -> Value {
     match &s.answer {
         Ok((plan, p)) => json!({
             "what": s.what, "devices": s.devices, "step_seconds": p.step.seconds(),
-            "dp": plan.dp, "tp": plan.tp, "pp": plan.pp(), "micro_batch": plan.micro_batch,
+            "dp": plan.dp, "ep": plan.ep, "cp": plan.cp, "tp": plan.tp, "pp": plan.pp(), "micro_batch": plan.micro_batch,
         }),
         Err(why) => json!({ "what": s.what, "devices": s.devices, "step_seconds": null, "infeasible": why }),
     }

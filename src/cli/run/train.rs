@@ -18,6 +18,7 @@ use crate::checkpoint::store::About;
 use crate::checkpoint::writer::Saved;
 use crate::checkpoint::{self, CheckpointError, Found, Position, Store, Writer};
 use crate::cli::output::{self, gib, seconds};
+use crate::cli::report::degrees;
 use crate::cli::{Failure, Outcome, Result, progress};
 use crate::feed::{Batches, Feed};
 use crate::import::weights::Weights;
@@ -310,7 +311,7 @@ impl Run {
         let left = self.file.program.ranks().saturating_sub(lost);
         let file = faults::replan(&self.file, left).map_err(Failure::fault)?;
         let plan = &file.plan;
-        self.say("plan", &format!("{left} ranks are left: dp {} · tp {} · pp {} on {}", plan.dp, plan.tp, plan.pp(), plan.devices()));
+        self.say("plan", &format!("{left} ranks are left: {} on {}", degrees(plan), plan.devices()));
         self.plan = xxh3_64(file.to_json().as_bytes());
         self.feed = Arc::new(self.args.feed(&file, self.seed)?);
         self.file = file;

@@ -3,17 +3,16 @@
 //! Rounding a number to bf16 changes it by at most 2⁻⁸ of itself, so losses stay near those of f32, and differ between splits, since partial sums are
 //! rounded at other places; the same plan has the same bits.
 
-use dplan::compile::{Options, compile};
+mod common;
+
+use common::options;
+use dplan::compile::compile;
 use dplan::feed::Feed;
 use dplan::import::{ImportOptions, model_from_bytes};
 use dplan::runtime::{Options as RunOptions, Session};
 use dplan_ir::dtype::DType;
-use dplan_ir::optimizer::{Hyper, Optimizer, StepScalars};
-use dplan_ir::plan::Clip;
+use dplan_ir::optimizer::{Hyper, StepScalars};
 use dplan_ir::program::Role;
-use dplan_planner::machine::Machine;
-use dplan_planner::pins::Pins;
-use dplan_planner::request::Solver;
 use std::sync::Arc;
 
 const STEPS: u64 = 8;
@@ -26,17 +25,7 @@ const EXPERTS: &str = r#"{"model_type": "mixtral", "hidden_size": 32, "num_hidde
 /// Losses of the first steps, and all parameters after them.
 fn train(config: &str, ranks: u64, compute: DType, pins: &str) -> (Vec<f64>, Vec<Vec<f64>>) {
     let model = model_from_bytes("config.json", config.as_bytes(), &ImportOptions { seq: Some(16), compute, family: None }).unwrap();
-    let options = Options {
-        cluster: Machine::parse(&format!("cpu:{ranks}")).unwrap(),
-        batch: 8,
-        compute,
-        optimizer: Optimizer::AdamW,
-        clip: Clip::GlobalNorm,
-        pins: Pins::parse(pins).unwrap(),
-        memory_limit: None,
-        solver: Solver::Exact,
-        deadline: None,
-    };
+    let options = options(&format!("cpu:{ranks}"), 8, compute, pins);
     let file = compile(&model.graph, &options).unwrap_or_else(|e| panic!("{pins}: {e}")).file;
     let feed = Feed::new(&file.graph, None, file.plan.batch(), 1).unwrap();
     let mut session = Session::new(file.graph.clone(), file.program.clone(), &RunOptions::default()).unwrap();

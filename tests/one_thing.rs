@@ -5,6 +5,7 @@
 
 mod common;
 
+use common::options;
 use dplan::compile::{CompileError, Compiled, Options, compile};
 use dplan::feed::Feed;
 use dplan::import::{ImportOptions, model_from_bytes};
@@ -12,14 +13,12 @@ use dplan::planfile::PlanFile;
 use dplan::runtime::{Options as RunOptions, Session};
 use dplan_ir::dtype::DType;
 use dplan_ir::graph::Graph;
-use dplan_ir::optimizer::{Hyper, Optimizer, StepScalars};
-use dplan_ir::plan::{Clip, Plan};
+use dplan_ir::optimizer::{Hyper, StepScalars};
+use dplan_ir::plan::Plan;
 use dplan_ir::program::{Instr, Program};
 use dplan_ir::verify::verify_program;
 use dplan_planner::lower;
-use dplan_planner::machine::Machine;
-use dplan_planner::pins::Pins;
-use dplan_planner::request::{Refusal, Solver};
+use dplan_planner::request::Refusal;
 use dplan_planner::units::Bytes;
 use std::sync::Arc;
 
@@ -30,20 +29,6 @@ const NOISE: f64 = 1e-12;
 
 fn import(config: &str, seq: Option<u64>, compute: DType) -> Graph {
     model_from_bytes("config.json", config.as_bytes(), &ImportOptions { seq, compute, family: None }).unwrap().graph
-}
-
-fn options(cluster: &str, batch: u64, compute: DType, pins: &str) -> Options<'static> {
-    Options {
-        cluster: Machine::parse(cluster).unwrap(),
-        batch,
-        compute,
-        optimizer: Optimizer::AdamW,
-        clip: Clip::GlobalNorm,
-        pins: Pins::parse(pins).unwrap(),
-        memory_limit: None,
-        solver: Solver::Exact,
-        deadline: None,
-    }
 }
 
 /// Losses of the first steps on random data.

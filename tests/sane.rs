@@ -1,15 +1,15 @@
 //! Plans that every engineer knows: what is chosen, and the reason. The models have the shapes of published ones.
 
+mod common;
+
+use common::options;
 use dplan::compile::{Options, best};
 use dplan::import::{ImportOptions, model_from_bytes};
 use dplan_ir::dtype::DType;
 use dplan_ir::graph::Graph;
-use dplan_ir::optimizer::Optimizer;
-use dplan_ir::plan::{Clip, Plan, Recompute, Zero};
+use dplan_ir::plan::{Plan, Recompute, Zero};
 use dplan_planner::machine::Machine;
-use dplan_planner::pins::Pins;
 use dplan_planner::predict::Prediction;
-use dplan_planner::request::Solver;
 use dplan_planner::units::{Bytes, PerSecond};
 
 const GPT2: &str = r#"{"model_type":"gpt2","vocab_size":50257,"n_positions":1024,"n_embd":768,"n_layer":12,"n_head":12}"#;
@@ -22,17 +22,7 @@ fn import(config: &str, seq: u64) -> Graph {
 }
 
 fn plan_on(graph: &Graph, cluster: Machine, batch: u64, pins: &str) -> (Plan, Prediction) {
-    let options = Options {
-        cluster,
-        batch,
-        compute: DType::Bf16,
-        optimizer: Optimizer::AdamW,
-        clip: Clip::GlobalNorm,
-        pins: Pins::parse(pins).unwrap(),
-        memory_limit: None,
-        solver: Solver::Exact,
-        deadline: None,
-    };
+    let options = Options { cluster, ..options("cpu:1", batch, DType::Bf16, pins) };
     best(graph, &options).unwrap()
 }
 

@@ -44,7 +44,7 @@ fn normal(key: u64) -> f64 {
 }
 
 /// The output function of splitmix64 (doi:10.1145/2714064.2660195).
-fn mix(x: u64) -> u64 {
+pub fn mix(x: u64) -> u64 {
     let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

@@ -2,8 +2,9 @@
 //! none is better than the plan (pins of the request apart).
 
 use crate::memory::{BucketSize, bucket_elems};
-use crate::menu::Menus;
+use crate::menu::{Choice, Menus};
 use crate::objective::{Home, Terms, beside};
+use crate::options::LayerOption;
 use crate::pins::Pins;
 use crate::prices::Prices;
 use crate::problem::Problem;
@@ -71,16 +72,11 @@ pub fn baselines(problem: &Problem, prices: &mut dyn Prices, per_node: u64, late
 /// What a plan takes if one device of each node serves an equal part of the parameters: all workers push gradients to it, beside the backward pass, and pull
 /// parameters when it has updated them. What `n` workers send to one of `k` servers goes through one link: `(n − 1) · G / k` bytes.
 fn served(problem: &Problem, prices: &dyn Prices, found: &Found, servers: u64) -> u64 {
-    let Menus { tuple, choices, offers, tied, .. } = &found.menus;
+    let tuple = &found.menus.tuple;
     let mesh = tuple.mesh();
     let terms = Terms { links: prices, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 1 };
-    let mut seen = false;
     let mut step = found.solution.objective;
-    for (kind, &choice) in kinds_of(problem).into_iter().zip(&found.solution.choices) {
-        let home = if tied[kind] && seen { Home::Repeated } else { Home::Together };
-        seen |= tied[kind];
-        let choice = &choices[kind][choice as usize];
-        let option = &offers[kind][choice.offer as usize].option;
+    for Layer { choice, option, home } in layers(problem, found) {
         let own = |b: &&BucketSize| !b.tied || home != Home::Repeated;
         let elems: u64 = option.bytes.buckets.iter().filter(own).map(|b| bucket_elems(b.elems, b.ways(&mesh))).sum();
         let through = |role: Role| prices.message(&mesh, 0, (elems * problem.types.dtype(role).size() * (tuple.dp - 1)).div_ceil(servers)).0;
@@ -96,20 +92,30 @@ fn served(problem: &Problem, prices: &dyn Prices, found: &Found, servers: u64) -
 
 /// What a plan takes longer if gradients are reduced after the backward pass and parameters are sent out from one rank in every step.
 fn blocking(problem: &Problem, prices: &dyn Prices, found: &Found) -> u64 {
-    let Menus { tuple, choices, offers, tied, .. } = &found.menus;
-    let mesh = tuple.mesh();
+    let mesh = found.menus.tuple.mesh();
     let terms = Terms { links: prices, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 1 };
+    let late = |l: Layer<'_>| terms.sync(&l.option.bytes, l.choice.zero, l.home).blocking(l.option.backward);
+    layers(problem, found).map(late).sum()
+}
+
+/// A layer of a plan of one stage.
+struct Layer<'a> {
+    choice: &'a Choice,
+    option: &'a LayerOption,
+    home: Home,
+}
+
+/// The layers of a plan of one stage, in order.
+fn layers<'a>(problem: &Problem, found: &'a Found) -> impl Iterator<Item = Layer<'a>> {
+    let Menus { choices, offers, tied, .. } = &found.menus;
     let mut seen = false;
-    let mut sum = 0;
     // The kinds are those of the narrowed problem, whose layers come in the same order.
-    for (kind, &choice) in kinds_of(problem).into_iter().zip(&found.solution.choices) {
+    kinds_of(problem).into_iter().zip(&found.solution.choices).map(move |(kind, &choice)| {
         let home = if tied[kind] && seen { Home::Repeated } else { Home::Together };
         seen |= tied[kind];
         let choice = &choices[kind][choice as usize];
-        let option = &offers[kind][choice.offer as usize].option;
-        sum += terms.sync(&option.bytes, choice.zero, home).blocking(option.backward);
-    }
-    sum
+        Layer { choice, option: &offers[kind][choice.offer as usize].option, home }
+    })
 }
 
 /// Kinds of a problem without ranges in its pins: one for each class, in order of appearance.

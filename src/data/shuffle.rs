@@ -4,6 +4,8 @@
 //! Feistel network over the smallest 2²ᵇ ≥ n, walked until the result is below n: a bijection whose every value costs the same, with nothing stored. So a
 //! position in the data is one number, and to continue from it needs no more.
 
+use dplan_ir::init::mix;
+
 /// How sequences are ordered.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum SequenceOrder {
@@ -46,14 +48,6 @@ fn permute(key: u64, i: u64, n: u64) -> u64 {
             return x;
         }
     }
-}
-
-/// The output function of splitmix64 (doi:10.1145/2714064.2660195).
-fn mix(x: u64) -> u64 {
-    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
 }
 
 #[cfg(test)]

@@ -1,6 +1,13 @@
 //! What several test binaries share: reference data made by others, the built program, tensor files.
 #![allow(dead_code)]
 
+use dplan::compile::Options;
+use dplan_ir::dtype::DType;
+use dplan_ir::optimizer::Optimizer;
+use dplan_ir::plan::Clip;
+use dplan_planner::machine::Machine;
+use dplan_planner::pins::Pins;
+use dplan_planner::request::Solver;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -127,4 +134,19 @@ pub fn small_plan(dir: &Path, pins: &str, ranks: u32, precision: &str) -> PathBu
     let args = ["compile", config, "--cluster", &cluster, "--batch", "8", "--seq", "8", "--precision", precision, "--pin", pins, "-o", out, "--json"];
     dplan_ok(&args);
     plan
+}
+
+/// What a compilation is asked for: AdamW, clipped, without limits.
+pub fn options(cluster: &str, batch: u64, compute: DType, pins: &str) -> Options<'static> {
+    Options {
+        cluster: Machine::parse(cluster).unwrap(),
+        batch,
+        compute,
+        optimizer: Optimizer::AdamW,
+        clip: Clip::GlobalNorm,
+        pins: Pins::parse(pins).unwrap(),
+        memory_limit: None,
+        solver: Solver::Exact,
+        deadline: None,
+    }
 }

@@ -4,18 +4,7 @@ use super::pointwise::sum_parts;
 use super::source::{Builder, Size, int};
 use super::{Arg, Family, PrepareError};
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Which {
-    Rms,
-    Layer,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Part {
-    Forward,
-    GradInput,
-    GradWeight,
-}
+pub use crate::cpu::norm::{Part, Which};
 
 /// Threads of a block where a warp has a row.
 const WARPS: u64 = 256;

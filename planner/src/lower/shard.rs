@@ -12,7 +12,7 @@ use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::op::Op;
 use dplan_ir::order::Order;
 use dplan_ir::plan::{LayerPlan, Plan};
-use dplan_ir::rule::Label;
+use dplan_ir::rule::{Assignment, Label};
 use dplan_ir::sharded::{Sharded, Stmt};
 use dplan_ir::sharding::{Padded, Sharding, local_type};
 use std::ops::Range;
@@ -166,17 +166,11 @@ pub fn plan_padding(graph: &Graph, mesh: &Mesh, plan: &Plan) -> Result<Padded, L
     let mut seen = Vec::new();
     // Batches are never padded.
     let shared = mesh.ep().union(mesh.cp());
-    for (at, layer) in spans(graph).into_iter().enumerate() {
-        let strategy = &plan.layer(at as u32).strategy;
-        let nodes = layer[0].len();
-        if strategy.len() != nodes {
-            return Err(LowerError::Strategy { layer: at as u32, nodes, found: strategy.len() });
-        }
-        for (node, assignment) in layer[0].clone().zip(strategy) {
+    for layer in strategies(graph, plan)? {
+        for (node, assignment) in layer {
             if assignment.0.is_empty() && shared.is_empty() {
                 continue;
             }
-            let node = &graph.nodes[NodeId(node)];
             let rule = node_rule(graph, node);
             let assignment = if shared.is_empty() { assignment.clone() } else { assignment.and(&data_split(graph, node, &rule, mesh)) };
             let sides = rule.ins.iter().chain(rule.outs.iter().map(|(l, _)| l)).zip(node.inputs.iter().chain(&node.outputs));
@@ -202,14 +196,8 @@ pub fn plan_padding(graph: &Graph, mesh: &Mesh, plan: &Plan) -> Result<Padded, L
 pub fn plan_order(graph: &Graph, plan: &Plan) -> Result<Order, LowerError> {
     let (Some(sequence), mesh) = (graph.sequence, plan.mesh()) else { return Ok(Order::Straight) };
     let mut ways = 1;
-    for (at, layer) in spans(graph).into_iter().enumerate() {
-        let strategy = &plan.layer(at as u32).strategy;
-        let nodes = layer[0].len();
-        if strategy.len() != nodes {
-            return Err(LowerError::Strategy { layer: at as u32, nodes, found: strategy.len() });
-        }
-        for (node, assignment) in layer[0].clone().zip(strategy) {
-            let node = &graph.nodes[NodeId(node)];
+    for layer in strategies(graph, plan)? {
+        for (node, assignment) in layer {
             let rule = node_rule(graph, node);
             let sides = rule.ins.iter().zip(&node.inputs);
             let mut labels: Vec<Label> = sides
@@ -225,6 +213,18 @@ pub fn plan_order(graph: &Graph, plan: &Plan) -> Result<Order, LowerError> {
         }
     }
     Ok(Order::balanced(graph.size(sequence), ways))
+}
+
+/// The forward nodes of each layer, with what the plan assigns to their factors.
+fn strategies<'a>(graph: &'a Graph, plan: &'a Plan) -> Result<Vec<Vec<(&'a Node, &'a Assignment)>>, LowerError> {
+    let of_layer = |([forward, _], layer): ([Range<u32>; 2], u32)| {
+        let strategy = &plan.layer(layer).strategy;
+        if strategy.len() != forward.len() {
+            return Err(LowerError::Strategy { layer, nodes: forward.len(), found: strategy.len() });
+        }
+        Ok(forward.map(|n| &graph.nodes[NodeId(n)]).zip(strategy).collect())
+    };
+    spans(graph).into_iter().zip(0..).map(of_layer).collect()
 }
 
 /// No degree of a plan is larger; a mesh then has fewer than 32 axes, since each is a prime factor.

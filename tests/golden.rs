@@ -14,7 +14,7 @@ use dplan_ir::dtype::DType;
 use dplan_ir::entity::{ParamId, Table};
 use dplan_ir::grad::differentiate;
 use dplan_ir::graph::Graph;
-use dplan_ir::init::name_hash;
+use dplan_ir::init::{mix, name_hash};
 use dplan_ir::interp::Tensor;
 use dplan_ir::interp::graph::{TrainState, train_step};
 use dplan_ir::optimizer::{Hyper, Optimizer, StepScalars};
@@ -143,11 +143,4 @@ fn values(name: &str, shape: &[u64]) -> Vec<f64> {
 fn draw(name: &str, count: u64) -> impl Iterator<Item = f64> + use<> {
     let hash = name_hash(name);
     (0..count).map(move |i| (mix(hash ^ i) >> 48) as f64 / 65536.0 - 0.5)
-}
-
-fn mix(x: u64) -> u64 {
-    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
 }

@@ -2,10 +2,12 @@
 //!
 //! In JSON every quantity has its unit in its name. A file may be as short as `{"device": "h100", "per_node": 8, "nodes": 16}`.
 
-use dplan_planner::machine::{self, DeviceSpec, Link, Machine, MachineError, Peak};
+use dplan_planner::machine::curves::{Curve, Op, RANKS};
+use dplan_planner::machine::{self, Curves, DeviceSpec, Link, Machine, MachineError, Peak};
 use dplan_planner::units::{Bytes, Millionths, Nanos, PerSecond};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
+use std::sync::Arc;
 use thiserror::Error;
 
 #[derive(Debug, Error)]
@@ -31,6 +33,19 @@ pub struct Json {
     pub intra: Option<LinkJson>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub inter: Option<LinkJson>,
+    /// Measured times of collectives inside a node.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub collectives: Vec<CurveJson>,
+}
+
+/// One collective among so many ranks of a node.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CurveJson {
+    pub op: String,
+    pub ranks: u64,
+    /// Pairs, by rising bytes.
+    pub bytes_nanoseconds: Vec<(u64, u64)>,
 }
 
 /// The name of a built-in device, or a device in full.
@@ -48,6 +63,9 @@ pub struct FullDevice {
     pub peak_flops_per_second: PeakJson,
     pub matrix_efficiency_millionths: u64,
     pub matrix_grain: u64,
+    /// As `matrix_grain` if absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub matrix_depth_grain: Option<u64>,
     pub bandwidth_bytes_per_second: u64,
     pub bandwidth_efficiency_millionths: u64,
     pub memory_bytes: u64,
@@ -71,13 +89,16 @@ pub struct LinkJson {
     pub bandwidth_bytes_per_second: u64,
 }
 
-/// Reads the `--cluster` argument: a file if it names one, else a cluster string.
+/// Reads the `--cluster` argument: a file if it names one, else a cluster string; `local` is the file that `DPLAN_LOCAL` names, if it does.
 ///
 /// # Errors
 /// What is wrong, and what would be right.
 pub fn parse(text: &str) -> Result<Machine, ClusterError> {
-    if !text.ends_with(".json") {
-        return Ok(if text == "local" { local() } else { Machine::parse(text)? });
+    // A measured description of this machine takes the place of allowances.
+    let measured = std::env::var("DPLAN_LOCAL").ok().filter(|path| text == "local" && !path.is_empty());
+    let text = measured.as_deref().unwrap_or(text);
+    if !text.ends_with(".json") && measured.is_none() {
+        return Ok(if text == "local" { unmeasured() } else { Machine::parse(text)? });
     }
     let bytes = std::fs::read(Path::new(text)).map_err(|source| ClusterError::Read { path: text.into(), source })?;
     let json: Json = serde_json::from_slice(&bytes).map_err(|e| ClusterError::Json {
@@ -89,8 +110,8 @@ pub fn parse(text: &str) -> Result<Machine, ClusterError> {
     from_json(json)
 }
 
-/// This machine: one CPU rank for each core, at most what divides common batches.
-pub fn local() -> Machine {
+/// This machine, by allowances: one CPU rank for each core, at most what divides common batches.
+pub fn unmeasured() -> Machine {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get() as u64);
     machine::cpu(1 << cores.ilog2())
 }
@@ -113,6 +134,7 @@ pub fn to_json(machine: &Machine) -> Json {
             peak_flops_per_second: PeakJson { f64: d.peak.f64.0, f32: d.peak.f32.0, bf16: d.peak.bf16.0, f16: d.peak.f16.0 },
             matrix_efficiency_millionths: d.matrix_efficiency.0,
             matrix_grain: d.matrix_grain,
+            matrix_depth_grain: Some(d.matrix_depth_grain),
             bandwidth_bytes_per_second: d.bandwidth.0,
             bandwidth_efficiency_millionths: d.bandwidth_efficiency.0,
             memory_bytes: d.memory.0,
@@ -123,6 +145,12 @@ pub fn to_json(machine: &Machine) -> Json {
         nodes: machine.nodes,
         intra: link(&machine.intra),
         inter: link(&machine.inter),
+        collectives: machine
+            .curves
+            .all()
+            .into_iter()
+            .map(|c| CurveJson { op: c.op.name().into(), ranks: c.ranks, bytes_nanoseconds: c.points })
+            .collect(),
     }
 }
 
@@ -143,6 +171,7 @@ pub fn from_json(json: Json) -> Result<Machine, ClusterError> {
                 peak: Peak { f64: PerSecond(p.f64), f32: PerSecond(p.f32), bf16: PerSecond(p.bf16), f16: PerSecond(p.f16) },
                 matrix_efficiency: Millionths(d.matrix_efficiency_millionths),
                 matrix_grain: d.matrix_grain,
+                matrix_depth_grain: d.matrix_depth_grain.unwrap_or(d.matrix_grain),
                 bandwidth: PerSecond(d.bandwidth_bytes_per_second),
                 bandwidth_efficiency: Millionths(d.bandwidth_efficiency_millionths),
                 memory: Bytes(d.memory_bytes),
@@ -155,8 +184,36 @@ pub fn from_json(json: Json) -> Result<Machine, ClusterError> {
     let link = |l: LinkJson| Link { latency: Nanos(l.latency_nanoseconds), bandwidth: PerSecond(l.bandwidth_bytes_per_second) };
     machine.intra = json.intra.map_or(machine.intra, link);
     machine.inter = json.inter.map_or(machine.inter, link);
+    if !json.collectives.is_empty() {
+        machine.curves = Arc::new(curves(json.collectives)?);
+    }
     check(&machine)?;
     Ok(machine)
+}
+
+fn curves(json: Vec<CurveJson>) -> Result<Curves, ClusterError> {
+    let wrong = |what: String| ClusterError::Value { at: "collectives", what };
+    let mut measured = Vec::new();
+    for curve in json {
+        let known = || Op::ALL.map(Op::name).join(", ");
+        let op =
+            Op::ALL.into_iter().find(|o| o.name() == curve.op).ok_or_else(|| wrong(format!("op `{}`, expected one of {}", curve.op, known())))?;
+        let rising = curve.bytes_nanoseconds.windows(2).all(|w| w[0].0 < w[1].0);
+        // Far above any measurement, far below overflow of the cost arithmetic.
+        let sane = curve.bytes_nanoseconds.iter().all(|&(bytes, time)| (1..1 << 50).contains(&bytes) && time < 1 << 50);
+        if !RANKS.contains(&curve.ranks) || curve.bytes_nanoseconds.is_empty() || !rising || !sane {
+            return Err(wrong(format!(
+                "{} of {} ranks: expected 2, 4 or 8 ranks and pairs of bytes and nanoseconds by rising bytes",
+                curve.op, curve.ranks
+            )));
+        }
+        measured.push(Curve { op, ranks: curve.ranks, points: curve.bytes_nanoseconds });
+    }
+    let curves = Curves::new(&measured);
+    if curves.all().len() != measured.len() {
+        return Err(wrong("each op needs the same sizes for 2, 4 and 8 ranks, once each".into()));
+    }
+    Ok(curves)
 }
 
 fn check(machine: &Machine) -> Result<(), ClusterError> {
@@ -192,6 +249,7 @@ fn check(machine: &Machine) -> Result<(), ClusterError> {
         ("intra.latency_nanoseconds", machine.intra.latency.0),
         ("inter.latency_nanoseconds", machine.inter.latency.0),
         ("device.matrix_grain", d.matrix_grain),
+        ("device.matrix_depth_grain", d.matrix_depth_grain),
     ] {
         if value > 1_000_000_000 {
             return Err(ClusterError::Value { at, what: format!("is {value}, expected at most 1000000000") });

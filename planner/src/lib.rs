@@ -4,6 +4,7 @@ pub mod baselines;
 pub mod bound;
 pub mod certificate;
 pub mod cost;
+pub mod executor;
 mod expansion;
 pub mod explain;
 pub mod infeasible;

@@ -4,6 +4,7 @@
 //! [`Outcome`] or an [`Failure`] that carries its status; `main` prints it and exits. Nothing is written before a command knows it will succeed.
 
 mod args;
+mod calibrate;
 mod cat;
 mod compile;
 mod explain;
@@ -11,6 +12,7 @@ mod inspect;
 mod model;
 mod output;
 mod progress;
+mod replay;
 mod report;
 mod run;
 mod schema;
@@ -37,6 +39,8 @@ enum Command {
     Run(run::Args),
     Trace(trace::Args),
     Inspect(inspect::Args),
+    Calibrate(calibrate::Args),
+    Replay(replay::Args),
     Cat(cat::Args),
     Schema(schema::Args),
 }
@@ -86,6 +90,8 @@ pub fn main() -> ExitCode {
         Command::Run(args) => run::run(args),
         Command::Trace(args) => trace::run(args),
         Command::Inspect(args) => inspect::run(args),
+        Command::Calibrate(args) => calibrate::run(args),
+        Command::Replay(args) => replay::run(args),
         Command::Cat(args) => cat::run(args),
         Command::Schema(args) => schema::run(args),
     };

@@ -7,8 +7,10 @@
 //! (l−1)·α_intra + ⌈log₂ g⌉·α_inter + S·(n−1)/n / β,      β = β_intra if g = 1, else min(β_intra, l·β_inter)
 //! ```
 //! a ring inside nodes whose `l` network links work side by side, and a logarithmic exchange of latencies between nodes. An all-reduce is a scatter
-//! and a gather. Times grow with bytes, and with ranks in either tier.
+//! and a gather. Inside a node, measured curves take the place of the formula where the machine has them, and a group of several nodes never takes less
+//! than its members in one node alone. Times grow with bytes, and with ranks in either tier.
 
+use crate::machine::curves::Op;
 use crate::machine::{Link, Machine};
 use crate::units::{Nanos, PerSecond};
 use dplan_ir::mesh::{AxisSet, Mesh};
@@ -54,6 +56,15 @@ pub fn group_time(machine: &Machine, group: Group, pattern: Pattern, bytes: u64)
     if ranks <= 1 {
         return Nanos::ZERO;
     }
+    let inside = machine.curves.time(Op::of(pattern), group.local, bytes, machine.intra.latency);
+    match inside {
+        Some(time) if group.nodes == 1 => time,
+        _ => formula(machine, group, pattern, bytes).max(inside.unwrap_or(Nanos::ZERO)),
+    }
+}
+
+fn formula(machine: &Machine, group: Group, pattern: Pattern, bytes: u64) -> Nanos {
+    let ranks = group.local * group.nodes;
     let steps = u64::from(group.nodes.next_power_of_two().trailing_zeros());
     let latency = machine.intra.latency * (group.local - 1) + machine.inter.latency * steps;
     let beta = if group.nodes == 1 {
@@ -84,6 +95,11 @@ pub fn p2p_time(machine: &Machine, mesh: &Mesh, stage: u64, bytes: u64) -> Nanos
     let node = |rank: u64| rank / machine.per_node.max(1);
     let inside = machine.nodes == 1 || node(stage * ranks) == node((stage + 2) * ranks - 1);
     message_time(if inside { machine.intra } else { machine.inter }, bytes)
+}
+
+/// The same for a size that is no whole number of bytes.
+pub fn message_seconds(link: Link, bytes: f64) -> f64 {
+    link.latency.seconds() + bytes / link.bandwidth.0.max(1) as f64
 }
 
 fn message_time(link: Link, bytes: u64) -> Nanos {

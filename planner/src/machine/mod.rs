@@ -1,11 +1,18 @@
-//! The cluster, as data: equal devices in equal nodes.
+//! The cluster, as data: equal devices in equal nodes. `devices` has the data sheets, [`fitted`] what was measured of them.
 //!
 //! Ranks are laid out node by node: node `i` has ranks `i·per_node .. (i+1)·per_node`. Inside a node devices talk over *intra* links, between nodes over
 //! *inter* links. A link is α–β: a latency per message and a bandwidth per device and direction. Every figure has its unit in its type and its source
 //! beside it; what is not from a data sheet says "allowance" and is meant to be replaced by a measured profile.
 
+pub mod curves;
+mod devices;
+pub mod fitted;
+
 use crate::units::{Bytes, Millionths, Nanos, PerSecond};
+pub use curves::Curves;
+use devices::{GPUS, Gpu};
 use dplan_ir::dtype::DType;
+use std::sync::Arc;
 
 /// Peak arithmetic of one device by element type, FLOP/s (a multiply-add is two).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -34,8 +41,9 @@ pub struct DeviceSpec {
     pub peak: Peak,
     /// Part of the peak that a large matrix product reaches.
     pub matrix_efficiency: Millionths,
-    /// A product of `m×n×k` takes as long as one of `(m+g)(n+g)(k+g)` at full rate: partial tiles, pipeline fill, launch tails.
+    /// A product of `m×n×k` takes as long as one of `(m+g)(n+g)(k+h)` at full rate, `g` this and `h` the next: partial tiles, pipeline fill, launch tails.
     pub matrix_grain: u64,
+    pub matrix_depth_grain: u64,
     /// Memory traffic, bytes/s.
     pub bandwidth: PerSecond,
     /// Part of it that streaming kernels reach.
@@ -64,6 +72,8 @@ pub struct Machine {
     pub nodes: u64,
     pub intra: Link,
     pub inter: Link,
+    /// Measured collectives inside a node; α–β of the links where an op was not measured.
+    pub curves: Arc<Curves>,
 }
 
 /// What is wrong with a cluster's description.
@@ -84,6 +94,15 @@ pub const LOCAL_RANKS: u64 = 4;
 const MOST_DEVICES: u64 = 1 << 20;
 
 impl Machine {
+    /// The same cluster by what was measured of its built-in device, where that is known: what published runs are priced on. Plans are chosen by the
+    /// allowances of the built-in table unless a cluster file says otherwise.
+    pub fn measured(self) -> Machine {
+        match GPUS.iter().find(|g| g.name == self.device.name) {
+            Some(gpu) => Machine { per_node: self.per_node, nodes: self.nodes, ..gpu.measured() },
+            None => self,
+        }
+    }
+
     pub fn devices(&self) -> u64 {
         self.per_node * self.nodes
     }
@@ -125,6 +144,11 @@ pub fn known_devices() -> impl Iterator<Item = &'static str> {
     GPUS.iter().map(|g| g.name).chain(["cpu", "local"])
 }
 
+/// Where the figures of a built-in device are from.
+pub fn source(name: &str) -> Option<&'static str> {
+    GPUS.iter().find(|g| g.name == name).map(|g| g.source)
+}
+
 /// A node of a built-in device.
 pub fn builtin(name: &str) -> Option<Machine> {
     match name {
@@ -145,6 +169,7 @@ pub fn cpu(ranks: u64) -> Machine {
         matrix_efficiency: Millionths::percent(70),
         // Packing and loop tails of a blocked product.
         matrix_grain: 8,
+        matrix_depth_grain: 8,
         bandwidth: PerSecond::giga(5),
         bandwidth_efficiency: Millionths::percent(80),
         memory: Bytes(4 << 30),
@@ -153,7 +178,7 @@ pub fn cpu(ranks: u64) -> Machine {
         // A rank is a thread: nothing but its arena counts.
         context: Bytes::ZERO,
     };
-    Machine { device, per_node: ranks, nodes: 1, intra: copy, inter: copy }
+    Machine { device, per_node: ranks, nodes: 1, intra: copy, inter: copy, curves: Arc::default() }
 }
 
 /// The name in `known` with the fewest edits to `given`.
@@ -175,68 +200,6 @@ fn edits(a: &str, b: &str) -> usize {
         }
     }
     row[b.len()]
-}
-
-/// One row of the data-sheet table.
-struct Gpu {
-    name: &'static str,
-    /// Dense GFLOP/s: f64, f32 (no TF32), bf16, f16.
-    gflops: [u64; 4],
-    /// HBM, GB/s.
-    bandwidth: u64,
-    /// What the driver reports as total, MiB.
-    memory: u64,
-    /// Links inside a node, GB/s per device and direction, of the data sheet.
-    intra: u64,
-    /// Network, MB/s per device and direction, of the usual server.
-    inter: u64,
-    /// Devices of the usual node.
-    per_node: u64,
-}
-
-/// Data sheets: V100 (NVIDIA WP-08608), A100 (DA-06762; A800 is A100 with 400 GB/s of NVLink), H100 and H800 (DS-10313; H800: 400 GB/s of NVLink, 1 TFLOP/s of f64),
-/// H200 (DS-11129), GH200 (DS-10869, 96 GB), HGX B200 and GB200 NVL72 (DS-11561), MI300X (AMD 2207109). bf16 on V100 runs on the f32 units.
-/// Total memory: `nvidia-smi` / `rocm-smi`. Networks: DGX-1 4×100 Gb/s for 8; DGX A100 200 Gb/s, DGX H100 and later 400 Gb/s for each device.
-#[rustfmt::skip]
-const GPUS: [Gpu; 12] = [
-    Gpu { name: "v100-16g",  gflops: [7_800, 15_700, 15_700, 125_000],          bandwidth: 900,  memory: 16_160,  intra: 150, inter: 6_250,  per_node: 8 },
-    Gpu { name: "v100-32g",  gflops: [7_800, 15_700, 15_700, 125_000],          bandwidth: 900,  memory: 32_510,  intra: 150, inter: 6_250,  per_node: 8 },
-    Gpu { name: "a100-40g",  gflops: [9_700, 19_500, 312_000, 312_000],         bandwidth: 1555, memory: 40_536,  intra: 300, inter: 25_000, per_node: 8 },
-    Gpu { name: "a100-80g",  gflops: [9_700, 19_500, 312_000, 312_000],         bandwidth: 2039, memory: 81_251,  intra: 300, inter: 25_000, per_node: 8 },
-    Gpu { name: "a800",      gflops: [9_700, 19_500, 312_000, 312_000],         bandwidth: 2039, memory: 81_251,  intra: 200, inter: 25_000, per_node: 8 },
-    Gpu { name: "h100",      gflops: [34_000, 67_000, 989_400, 989_400],        bandwidth: 3350, memory: 81_559,  intra: 450, inter: 50_000, per_node: 8 },
-    Gpu { name: "h800",      gflops: [1_000, 67_000, 989_400, 989_400],         bandwidth: 3350, memory: 81_559,  intra: 200, inter: 50_000, per_node: 8 },
-    Gpu { name: "h200",      gflops: [34_000, 67_000, 989_400, 989_400],        bandwidth: 4800, memory: 143_771, intra: 450, inter: 50_000, per_node: 8 },
-    Gpu { name: "gh200",     gflops: [34_000, 67_000, 989_400, 989_400],        bandwidth: 4000, memory: 97_871,  intra: 450, inter: 50_000, per_node: 4 },
-    Gpu { name: "b200",      gflops: [37_000, 75_000, 2_250_000, 2_250_000],    bandwidth: 7700, memory: 183_359, intra: 900, inter: 50_000, per_node: 8 },
-    Gpu { name: "gb200",     gflops: [40_000, 80_000, 2_500_000, 2_500_000],    bandwidth: 8000, memory: 189_471, intra: 900, inter: 50_000, per_node: 72 },
-    Gpu { name: "mi300x",    gflops: [81_700, 163_400, 1_307_400, 1_307_400],   bandwidth: 5300, memory: 196_592, intra: 448, inter: 50_000, per_node: 8 },
-];
-
-impl Gpu {
-    fn machine(&self) -> Machine {
-        let [f64, f32, bf16, f16] = self.gflops.map(PerSecond::giga);
-        let device = DeviceSpec {
-            name: self.name.into(),
-            peak: Peak { f64, f32, bf16, f16 },
-            // Allowance: large square bf16 products of cuBLAS reach 70 to 85 % of the data sheet, power-limited on the later parts.
-            matrix_efficiency: Millionths::percent(75),
-            // Allowance: half a 128-wide tile on each side.
-            matrix_grain: 64,
-            bandwidth: PerSecond::giga(self.bandwidth),
-            // Allowance: STREAM-like kernels reach 80 to 92 % of the data sheet.
-            bandwidth_efficiency: Millionths::percent(80),
-            memory: Bytes(self.memory << 20),
-            // Allowance: kernel to kernel inside a CUDA graph.
-            launch: Nanos(2_500),
-            // Allowance: about 0.5 GiB of driver context and modules, as much again for channels of the communicators.
-            context: Bytes(1 << 30),
-        };
-        // Allowance: NCCL's ring reaches about 80 % of a link's data sheet; a hop costs 1 to 3 µs inside a node, 5 to 10 µs over InfiniBand.
-        let intra = Link { latency: Nanos(2_000), bandwidth: Millionths::percent(80).of(PerSecond::giga(self.intra)) };
-        let inter = Link { latency: Nanos(7_000), bandwidth: Millionths::percent(80).of(PerSecond(self.inter * 1_000_000)) };
-        Machine { device, per_node: self.per_node, nodes: 1, intra, inter }
-    }
 }
 
 #[cfg(test)]

@@ -1,0 +1,69 @@
+//! Memory of the fullest rank, for the executors whose buffers are documented: Megatron and DeepSpeed.
+//!
+//! ```text
+//! allocated = bytes a parameter · parameters + in flight · layers · kept + one layer's working set + logits
+//! ```
+//! Kept activations: arXiv:2205.05198 §4 for unfused attention; with flash attention and a gated MLP, the inputs of every product, of both norms, of
+//! attention and of the activation, 16 bits each.
+
+use super::{Activations, Decoder, Embeddings, Executor, Layout, Memory, Precision, Recompute};
+use crate::units::Bytes;
+
+/// Driver context and kernels (0.5 to 1.8 GiB on A100), communicators (1 to 2 GiB) and the allocator's spare blocks (median 2 to 3 GiB): the middle of each.
+const OUTSIDE: f64 = 6.0 * (1u64 << 30) as f64;
+
+/// Peak of the fullest rank; nothing for the executors whose allocator decides (FSDP keeps what it once had).
+pub fn memory(model: &Decoder, layout: &Layout, executor: Executor) -> Option<Memory> {
+    if !executor.megatron() {
+        return None;
+    }
+    let last = layout.pp - 1;
+    let allocated = [0, last].into_iter().map(|stage| of_stage(model, layout, executor, stage)).fold(0.0, f64::max);
+    Some(Memory { allocated: Bytes(allocated as u64), device: Bytes((allocated + OUTSIDE) as u64) })
+}
+
+fn of_stage(model: &Decoder, layout: &Layout, executor: Executor, stage: u64) -> f64 {
+    let (t, p) = (layout.tp as f64, layout.pp as f64);
+    let tokens = (model.sequence * layout.micro_batch) as f64 / layout.cp as f64;
+    let (first, last) = (stage == 0, stage + 1 == layout.pp);
+    let deepspeed = executor == Executor::DeepSpeed;
+
+    let as_layers = layout.pp > 1 && !model.layers.is_multiple_of(layout.pp) && (model.layers + 2).is_multiple_of(layout.pp);
+    let layers = if as_layers { ((model.layers + 2) / layout.pp - 1) as f64 } else { model.layers as f64 / p };
+    let embedding = (model.vocab * model.hidden) as f64 / t;
+    let own_head = last && (model.embeddings == Embeddings::Apart || layout.pp > 1);
+    let parameters = model.layer_parameters() as f64 * layers / t + f64::from(u8::from(first) + u8::from(own_head)) * embedding;
+    let shards = if layout.zero >= 1 { (layout.dp * layout.cp) as f64 } else { 1.0 };
+    // Parameter and gradient whole, master copy and moments in pieces; DeepSpeed keeps 16-bit gradients beside the 32-bit ones it updates with.
+    let bytes = match (deepspeed, layout.precision) {
+        (true, Precision::Mixed) => 8.0 + 12.0 / shards,
+        (true, _) => 4.0 + 16.0 / shards,
+        (false, _) => 6.0 + 12.0 / shards,
+    };
+
+    let sharded = if layout.activations == Activations::Sharded { t } else { 1.0 };
+    let hidden = model.hidden as f64;
+    let input = 2.0 * tokens * hidden / sharded;
+    let scores = 5.0 * (model.heads * model.sequence) as f64 * tokens / t;
+    let whole = if executor.flash() {
+        let (query, key_value) = ((model.heads * model.head_dim) as f64, (model.kv_heads * model.head_dim) as f64);
+        let mlp = (model.ffn_in() + model.ffn) as f64;
+        tokens * (8.0 * hidden / sharded + (4.0 * query + 4.0 * key_value + 2.0 * mlp) / t)
+    } else {
+        tokens * (10.0 * hidden / sharded + 24.0 * hidden / t) + scores
+    };
+    let in_flight = match layout.virtual_stages {
+        1 => layout.micro_batches.min(layout.pp - stage) as f64,
+        v => (layout.micro_batches as f64).min(p + (p - 1.0) / v as f64),
+    };
+    let activations = match layout.recompute {
+        Recompute::None => in_flight * layers * whole,
+        Recompute::Selective if executor.flash() => in_flight * layers * whole,
+        Recompute::Selective => in_flight * layers * (whole - scores) + scores,
+        // Inputs of layers, DeepSpeed's buffers between stages, and one layer computed again with its gradients.
+        Recompute::Full => in_flight * (layers + f64::from(u8::from(deepspeed && layout.pp > 1)) * 2.0) * input + 1.4 * whole,
+    };
+    // 16-bit logits and their 32-bit copy and gradient.
+    let logits = if last { 10.0 * tokens * model.vocab as f64 / t } else { 0.0 };
+    bytes * parameters + activations + logits
+}

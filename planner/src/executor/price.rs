@@ -1,0 +1,347 @@
+//! Time of a step.
+//!
+//! ```text
+//! layer  = products + attention + elementwise + collectives of tp            (forward; backward: two products each, attention ×2.5, elementwise ×1.7)
+//! stage  = layers · (forward + backward + recompute) [+ head]                (of one micro-batch)
+//! step   = m · slowest stage + (others once)/virtual + transfers + synchronisation − what overlaps + optimizer
+//! ```
+
+use super::{Activations, Constant, Constants, Decoder, Executor, Layout, Overlap, Precision, Recompute, Step, attention_rate};
+use crate::cost::comm::{Group, group_time, message_seconds};
+use crate::machine::{DeviceSpec, Machine};
+use dplan_ir::program::Pattern;
+
+/// Kernels of a layer's elementwise work.
+const ELEMENTWISE_KERNELS: f64 = 14.0;
+
+/// The optimizer reads and writes gradient, moments, master copy and parameter.
+const OPTIMIZER_BYTES: f64 = 32.0;
+
+/// Time of one step, by its parts.
+pub fn price(model: &Decoder, layout: &Layout, executor: Executor, machine: &Machine, constants: &Constants) -> Step {
+    let pass = Pass { model, layout, executor, machine, device: &machine.device, constants };
+    let (forward, backward) = pass.layer();
+    let both = forward.total() + backward.total();
+    let head = pass.head();
+    let (m, p) = (layout.micro_batches as f64, layout.pp as f64);
+    let (layers, last_layers) = pass.layers_of_stages();
+
+    let middle = layers * both;
+    let last = last_layers * both + head;
+    let slowest = if layout.pp == 1 { last } else { middle.max(last) };
+    // The first micro-batch on its way through all stages, less the one it is counted in.
+    let filling = if layout.pp == 1 { 0.0 } else { ((p - 1.0) * middle + last - slowest).max(0.0) / layout.virtual_stages as f64 };
+
+    let traffic = layers.max(last_layers) * (forward.traffic + backward.traffic);
+    let synchronisation = pass.synchronisation(layers, forward.total(), backward.total());
+    let transfers = pass.transfers();
+    Step {
+        compute: m * (slowest - traffic.min(slowest)),
+        exposed_comm: m * traffic.min(slowest) + synchronisation + transfers,
+        bubble: filling,
+        optimizer: pass.sweep(OPTIMIZER_BYTES * pass.parameters(layers) / pass.shards_of_state()),
+    }
+}
+
+struct Pass<'a> {
+    model: &'a Decoder,
+    layout: &'a Layout,
+    executor: Executor,
+    machine: &'a Machine,
+    device: &'a DeviceSpec,
+    constants: &'a Constants,
+}
+
+/// Time of one pass of a layer.
+#[derive(Clone, Copy, Default)]
+struct Layer {
+    work: f64,
+    /// Of tensor parallelism, not overlapped.
+    traffic: f64,
+}
+
+impl Layer {
+    fn total(&self) -> f64 {
+        self.work + self.traffic
+    }
+}
+
+impl Pass<'_> {
+    fn get(&self, constant: Constant) -> f64 {
+        self.constants.get(constant)
+    }
+
+    /// Tokens of one micro-batch on one rank.
+    fn tokens(&self) -> f64 {
+        (self.model.sequence * self.layout.micro_batch) as f64 / self.layout.cp as f64
+    }
+
+    fn sustained(&self) -> f64 {
+        self.get(match self.device.name.as_str() {
+            "h100-96g" => Constant::SustainedH100Low,
+            "h100" | "h200" | "gh200" | "h800" | "h100-pcie" => match self.executor {
+                Executor::MosaicFsdp | Executor::Megatron2021 | Executor::DeepSpeed | Executor::Nanotron => Constant::SustainedH100,
+                Executor::MegatronCore | Executor::Fsdp2 | Executor::Fsdp2Compiled => Constant::SustainedH100Late,
+            },
+            name if name.starts_with('b') || name.starts_with("gb") => Constant::SustainedB200,
+            _ => Constant::SustainedA100,
+        })
+    }
+
+    fn launch(&self) -> f64 {
+        self.device.launch.seconds()
+    }
+
+    fn bandwidth(&self) -> f64 {
+        self.device.bandwidth_efficiency.of(self.device.bandwidth).0 as f64
+    }
+
+    fn peak(&self) -> f64 {
+        self.device.peak.f16.0 as f64
+    }
+
+    /// A kernel that moves so many bytes.
+    fn sweep(&self, bytes: f64) -> f64 {
+        self.launch() + bytes / self.bandwidth()
+    }
+
+    /// `count` products of `m × n × k` in one kernel.
+    fn product(&self, count: f64, m: f64, n: f64, k: f64, gain: f64) -> f64 {
+        let (g, h) = (self.device.matrix_grain as f64, self.device.matrix_depth_grain as f64);
+        let grown = 2.0 * count * m * n * k * (1.0 + g / m) * (1.0 + g / n) * (1.0 + h / k);
+        let rate = self.peak() * self.device.matrix_efficiency.0 as f64 * 1e-6 * self.sustained() * gain;
+        let bytes = 2.0 * count * (m * k + n * k + m * n);
+        self.launch() + (grown / rate).max(bytes / self.bandwidth())
+    }
+
+    /// Forward, and backward with what is computed again.
+    fn layer(&self) -> (Layer, Layer) {
+        let (model, layout) = (self.model, self.layout);
+        let (t, tokens, hidden) = (layout.tp as f64, self.tokens(), model.hidden as f64);
+        let gain = match layout.precision {
+            Precision::Half | Precision::Mixed | Precision::EightByRow => 1.0,
+            Precision::Eight => self.get(Constant::EightBitGain),
+        };
+        let query = (model.heads * model.head_dim) as f64 / t;
+        let qkv = query + (2 * model.kv_heads * model.head_dim) as f64 / t;
+        let (wide, narrow) = (model.ffn_in() as f64 / t, model.ffn as f64 / t);
+        let products = [(qkv, hidden), (hidden, query), (wide, hidden), (hidden, narrow)];
+        let forward_products: f64 = products.iter().map(|&(n, k)| self.product(1.0, tokens, n, k, gain)).sum();
+        let backward_products: f64 =
+            products.iter().map(|&(n, k)| self.product(1.0, tokens, k, n, gain) + self.product(1.0, n, k, tokens, gain)).sum();
+        let (attention, attention_back) = self.attention();
+
+        // Norms, residual sums, dropout and their gradients read and write a dozen 16-bit tensors of the hidden width, activations one or two of the MLP's.
+        let sharded = if layout.activations == Activations::Sharded { t } else { 1.0 };
+        let factor = match self.executor {
+            Executor::Megatron2021 | Executor::MegatronCore | Executor::DeepSpeed | Executor::Fsdp2Compiled => Constant::ElementwiseFused,
+            Executor::Fsdp2 | Executor::MosaicFsdp | Executor::Nanotron => Constant::ElementwiseEager,
+        };
+        let traffic = (24.0 * self.get(factor) * hidden / sharded + 2.0 * (wide + narrow)) * tokens;
+        let kernels = ELEMENTWISE_KERNELS * self.launch();
+        let (elementwise, elementwise_back) = (traffic / self.bandwidth() + kernels, 1.7 * traffic / self.bandwidth() + kernels);
+
+        let collectives = self.tensor_collectives() + self.context_collectives();
+        // The gathered input of a product is gathered again for its weight gradient.
+        let again = if layout.activations == Activations::Sharded { 1.25 } else { 1.0 };
+        let mut forward = Layer { work: forward_products + attention + elementwise, traffic: collectives };
+        let mut backward = Layer { work: backward_products + attention_back + elementwise_back, traffic: collectives * again };
+        if matches!(self.executor, Executor::MegatronCore | Executor::Nanotron) {
+            let host = self.get(Constant::HostLayer);
+            forward.work = forward.work.max(host - forward.traffic);
+            backward.work = backward.work.max(1.6 * host - backward.traffic);
+        }
+        match layout.recompute {
+            Recompute::None => {}
+            Recompute::Selective if self.executor.megatron() => backward.work += attention,
+            Recompute::Selective => backward.work += elementwise + 0.5 * forward_products,
+            Recompute::Full => {
+                backward.work += forward.work;
+                backward.traffic += forward.traffic;
+            }
+        }
+        if self.executor.megatron() {
+            let bytes = match self.executor {
+                Executor::DeepSpeed => self.get(Constant::DeepSpeedAccumulation),
+                // A 16-bit gradient is added to a 32-bit one.
+                _ => 6.0,
+            };
+            backward.work += self.sweep(bytes * model.layer_parameters() as f64 / t);
+        }
+        (forward, backward)
+    }
+
+    /// Forward and backward.
+    fn attention(&self) -> (f64, f64) {
+        let (model, layout) = (self.model, self.layout);
+        let (heads, s, d) = ((model.heads as f64 / layout.tp as f64).max(1.0), model.sequence as f64, model.head_dim as f64);
+        let count = layout.micro_batch as f64 * heads;
+        if self.executor.flash() {
+            let (rate, rate_back) = attention_rate(&self.device.name);
+            let mut speed = self.peak() * self.sustained();
+            if self.executor == Executor::MosaicFsdp {
+                speed *= self.get(Constant::TritonAttention);
+            }
+            if model.head_dim < 128 {
+                speed *= 0.8;
+            }
+            // Both products over the unmasked half.
+            let flops = 2.0 * count * s * s * d / layout.cp as f64;
+            return (self.launch() + flops / (speed * rate), self.launch() + 2.5 * flops / (speed * rate_back));
+        }
+        // Heads that do not divide into eights do not reach the matrix units.
+        let aligned = model.head_dim.is_multiple_of(8) && (model.heads * model.head_dim / layout.tp).is_multiple_of(8);
+        let products = if aligned {
+            self.product(count, s, s, d, 1.0) + self.product(count, s, d, s, 1.0)
+        } else {
+            2.0 * (self.launch() + 16.0 * count * s * s * d / self.peak())
+        };
+        let scores = count * s * s;
+        // Softmax reads and writes scores; dropout writes a mask too; ALiBi is one more sum.
+        let (pass, back) = if self.executor == Executor::DeepSpeed { (8.0, 6.0) } else { (9.0, 11.0) };
+        (products + self.sweep(pass * scores) + self.launch(), 2.0 * products + self.sweep(back * scores) + self.launch())
+    }
+
+    /// Both collectives of a layer and pass.
+    fn tensor_collectives(&self) -> f64 {
+        let layout = self.layout;
+        if layout.tp == 1 {
+            return 0.0;
+        }
+        let local = layout.tp.min(self.machine.per_node);
+        let group = Group { local, nodes: layout.tp.div_ceil(local) };
+        let bytes = (2.0 * self.tokens() * self.model.hidden as f64) as u64;
+        let time = |pattern| group_time(self.machine, group, pattern, bytes).seconds();
+        let one = match layout.activations {
+            Activations::Replicated => time(Pattern::AllReduce),
+            Activations::Sharded => time(Pattern::AllGather) + time(Pattern::ReduceScatter),
+        };
+        let exposed = match layout.tensor_traffic {
+            Overlap::Serial => 1.0,
+            Overlap::Overlapped => self.get(Constant::OverlapSlowdown),
+        };
+        2.0 * one * exposed
+    }
+
+    /// Keys and values of the whole sequence, gathered over context-parallel ranks; their gradients go back the same way.
+    fn context_collectives(&self) -> f64 {
+        let layout = self.layout;
+        if layout.cp == 1 {
+            return 0.0;
+        }
+        let inside = (self.machine.per_node / layout.tp.min(self.machine.per_node)).max(1);
+        let local = layout.cp.min(inside);
+        let group = Group { local, nodes: layout.cp.div_ceil(local) };
+        let width = 2.0 * (self.model.kv_heads * self.model.head_dim) as f64 / layout.tp as f64;
+        let bytes = 2.0 * (self.model.sequence * layout.micro_batch) as f64 * width;
+        group_time(self.machine, group, Pattern::AllGather, bytes as u64).seconds()
+    }
+
+    /// Logits, loss and their gradients.
+    fn head(&self) -> f64 {
+        let vocab = self.model.vocab as f64 / self.layout.tp as f64;
+        3.0 * self.product(1.0, self.tokens(), vocab, self.model.hidden as f64, 1.0) + self.sweep(20.0 * self.tokens() * vocab)
+    }
+
+    /// Layers of a middle stage, and of the last. DeepSpeed counts embedding and head as layers where that divides.
+    fn layers_of_stages(&self) -> (f64, f64) {
+        let (layers, pp) = (self.model.layers, self.layout.pp);
+        if pp > 1 && !layers.is_multiple_of(pp) && (layers + 2).is_multiple_of(pp) {
+            let each = (layers + 2) / pp;
+            return (each as f64, (each - 1) as f64);
+        }
+        let each = layers as f64 / pp as f64;
+        (each, each)
+    }
+
+    /// Parameters of the fullest stage on one rank.
+    fn parameters(&self, layers: f64) -> f64 {
+        let t = self.layout.tp as f64;
+        self.model.layer_parameters() as f64 * layers / t + (self.model.vocab * self.model.hidden) as f64 / t
+    }
+
+    fn replicas(&self) -> u64 {
+        self.layout.dp * self.layout.cp
+    }
+
+    fn shards_of_state(&self) -> f64 {
+        if self.layout.zero >= 1 { self.replicas() as f64 } else { 1.0 }
+    }
+
+    /// Replicas, as they lie on the nodes.
+    fn replica_group(&self) -> Group {
+        let inside = (self.machine.per_node / self.layout.tp.min(self.machine.per_node)).max(1);
+        let local = self.replicas().min(inside);
+        Group { local, nodes: self.replicas().div_ceil(local) }
+    }
+
+    /// Gradients and gathered parameters of a step, as far as they are not hidden.
+    fn synchronisation(&self, layers: f64, forward: f64, backward: f64) -> f64 {
+        let replicas = self.replicas();
+        if replicas == 1 {
+            return 0.0;
+        }
+        let group = self.replica_group();
+        let near = Group { local: group.local, nodes: 1 };
+        let time = |group, pattern, bytes: f64| group_time(self.machine, group, pattern, bytes as u64).seconds();
+        let gradient_bytes = match (self.executor, self.layout.precision) {
+            (Executor::DeepSpeed | Executor::Megatron2021, _) | (_, Precision::Half) => 2.0,
+            (_, Precision::Mixed | Precision::Eight | Precision::EightByRow) => 4.0,
+        };
+        let fully_sharded = !self.executor.megatron() || self.layout.zero == 3;
+        if !fully_sharded {
+            let parameters = self.parameters(layers);
+            return if self.layout.zero == 0 {
+                time(group, Pattern::AllReduce, gradient_bytes * parameters)
+            } else {
+                time(group, Pattern::ReduceScatter, gradient_bytes * parameters) + time(group, Pattern::AllGather, 2.0 * parameters)
+            };
+        }
+        let parameters = self.model.layer_parameters() as f64 / self.layout.tp as f64;
+        let transfers = |group| {
+            let gather = if self.layout.zero == 3 { time(group, Pattern::AllGather, 2.0 * parameters) } else { 0.0 };
+            (gather, gather + time(group, Pattern::ReduceScatter, gradient_bytes * parameters))
+        };
+        let (ahead, back) = transfers(group);
+        // Only what runs on this device's links and units takes from its computation.
+        let (near_ahead, near_back) = transfers(near);
+        let slowdown = self.get(Constant::OverlapSlowdown);
+        let exposed = |transfer: f64, near: f64, work: f64| match self.executor {
+            Executor::DeepSpeed => transfer,
+            _ => (transfer - work).max(0.0) + slowdown * near.min(work),
+        };
+        let each = exposed(ahead, near_ahead, forward) + exposed(back, near_back, backward);
+        self.layout.micro_batches as f64 * layers * each
+    }
+
+    /// Activations and their gradients between stages.
+    fn transfers(&self) -> f64 {
+        let layout = self.layout;
+        if layout.pp == 1 {
+            return 0.0;
+        }
+        let whole = 2.0 * self.tokens() * self.model.hidden as f64;
+        let one_node = layout.dp * layout.tp * layout.pp * layout.cp <= self.machine.per_node;
+        let (m, fill) = (layout.micro_batches as f64, 2.0 * (layout.pp as f64 - 1.0));
+        let inside = |bytes: f64| message_seconds(self.machine.intra, bytes);
+        let between = |bytes: f64| message_seconds(self.machine.inter, bytes);
+        match self.executor {
+            // Every rank sends the whole; only ranks of the last stage of a node use the network.
+            Executor::DeepSpeed => {
+                let stages_of_node = (self.machine.per_node / layout.tp.min(self.machine.per_node)).max(1) as f64;
+                (2.0 * m + fill) * if one_node { inside(whole) } else { between(whole / stages_of_node) }
+            }
+            // Each rank of a tensor-parallel group sends its part, and the parts are gathered inside the node.
+            Executor::Megatron2021 | Executor::Nanotron => {
+                let part = whole / layout.tp as f64;
+                let gathered = if layout.activations == Activations::Sharded { 0.0 } else { inside(whole) };
+                let hop = if one_node { inside(part) } else { between(part) + gathered };
+                (2.0 * m * layout.virtual_stages as f64 + fill) * hop
+            }
+            Executor::MegatronCore | Executor::Fsdp2 | Executor::Fsdp2Compiled | Executor::MosaicFsdp => {
+                let part = whole / layout.tp as f64;
+                fill * if one_node { inside(part) } else { between(part) }
+            }
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! How far predictions are from measurements: by source, and over pairs of layouts.
+
+use super::Priced;
+use std::collections::BTreeMap;
+
+/// Demand this near capacity is no verdict.
+pub const BORDERLINE: f64 = 0.08;
+
+/// Runs of one group whose throughput differs by more than this should be ranked right.
+const DIFFERENT: f64 = 0.10;
+
+/// Errors of one source, or of all rows.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Score {
+    pub rows: usize,
+    pub priced: usize,
+    pub compared: usize,
+    /// Mean of absolute errors, their median and largest, and the median error with its sign.
+    pub mean: Option<f64>,
+    pub median: Option<f64>,
+    pub largest: Option<f64>,
+    pub bias: Option<f64>,
+    pub memory_rows: usize,
+    pub memory_mean: Option<f64>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Scores {
+    pub sources: BTreeMap<String, Score>,
+    pub all: Score,
+    /// Pairs that differ, and those of them in the right order.
+    pub pairs: usize,
+    pub ordered: usize,
+    /// Rows whose memory was priced and whose end is known: right, wrong, too near to say.
+    pub fits_right: usize,
+    pub fits_wrong: usize,
+    pub fits_borderline: usize,
+}
+
+pub fn score(priced: &[Priced<'_>]) -> Scores {
+    let mut by_source: BTreeMap<String, Vec<&Priced<'_>>> = BTreeMap::new();
+    for p in priced {
+        by_source.entry(p.row.source.clone()).or_default().push(p);
+    }
+    let sources = by_source.iter().map(|(source, rows)| (source.clone(), of(rows))).collect();
+    let mut scores = Scores { sources, all: of(&priced.iter().collect::<Vec<_>>()), ..Scores::default() };
+    order(priced, &mut scores);
+    for p in priced {
+        let ended = p.row.measured.out_of_memory || p.row.measured.seconds.is_some();
+        match (p.fits, p.margin()) {
+            (Some(_), Some(margin)) if ended && margin.abs() <= BORDERLINE => scores.fits_borderline += 1,
+            (Some(fits), Some(_)) if ended && fits != p.row.measured.out_of_memory => scores.fits_right += 1,
+            (Some(_), Some(_)) if ended => scores.fits_wrong += 1,
+            _ => {}
+        }
+    }
+    scores
+}
+
+fn of(rows: &[&Priced<'_>]) -> Score {
+    let errors: Vec<f64> = rows.iter().filter_map(|p| p.error()).collect();
+    let memory: Vec<f64> = rows.iter().filter_map(|p| p.memory_error()).map(f64::abs).collect();
+    let absolute: Vec<f64> = errors.iter().map(|e| e.abs()).collect();
+    Score {
+        rows: rows.len(),
+        priced: rows.iter().filter(|p| p.seconds.is_some()).count(),
+        compared: errors.len(),
+        mean: mean(&absolute),
+        median: median(&absolute),
+        largest: absolute.iter().copied().reduce(f64::max),
+        bias: median(&errors),
+        memory_rows: memory.len(),
+        memory_mean: mean(&memory),
+    }
+}
+
+fn order(priced: &[Priced<'_>], scores: &mut Scores) {
+    let mut groups: BTreeMap<&str, Vec<(f64, f64)>> = BTreeMap::new();
+    for p in priced {
+        let tokens = p.row.run.as_ref().map(|r| r.tokens());
+        if let (Ok(tokens), Some(predicted), Some(measured)) = (tokens, p.seconds, p.row.measured.seconds) {
+            groups.entry(&p.row.group).or_default().push((tokens / predicted, tokens / measured));
+        }
+    }
+    for runs in groups.values() {
+        for (i, a) in runs.iter().enumerate() {
+            for b in &runs[i + 1..] {
+                if (a.1 / b.1).max(b.1 / a.1) > 1.0 + DIFFERENT {
+                    scores.pairs += 1;
+                    scores.ordered += usize::from((a.0 > b.0) == (a.1 > b.1));
+                }
+            }
+        }
+    }
+}
+
+fn mean(values: &[f64]) -> Option<f64> {
+    (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
+}
+
+fn median(values: &[f64]) -> Option<f64> {
+    let mut values = values.to_vec();
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied()
+}

@@ -1,0 +1,69 @@
+//! Published runs priced: how many, how near, in which order. The bounds are what the committed constants reach on the shared table.
+
+mod common;
+
+use serde_json::Value;
+use std::collections::BTreeMap;
+
+fn replay() -> Option<(Vec<Value>, Value)> {
+    let table = common::reference("validation/throughput.csv")?;
+    if !table.is_file() {
+        eprintln!("SKIPPED: the shared data has no published runs");
+        return None;
+    }
+    let text = common::dplan_ok(&["replay", table.to_str().unwrap(), "--json"]);
+    let mut rows: Vec<Value> = text.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    let summary = rows.pop().unwrap()["summary"].clone();
+    Some((rows, summary))
+}
+
+#[test]
+fn published_runs_are_predicted() {
+    let Some((rows, summary)) = replay() else { return };
+    assert_eq!(rows.len(), 595);
+    assert!(rows.iter().all(|r| r["predicted_seconds"].is_number() != r["reason"].is_string()), "a row is priced, or says why not");
+    let priced = rows.iter().filter(|r| r["predicted_seconds"].is_number() && r["measured_seconds"].is_number()).count();
+    assert!(priced >= 430, "{priced} rows priced");
+    assert!(summary["constants"].as_object().unwrap().len() <= 12);
+
+    let mut errors: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
+    for row in &rows {
+        if let (Some(p), Some(m)) = (row["predicted_seconds"].as_f64(), row["measured_seconds"].as_f64()) {
+            errors.entry(row["source_id"].as_str().unwrap()).or_default().push((p / m - 1.0).abs());
+        }
+    }
+    for (source, bound) in BOUNDS {
+        let e = &errors[source];
+        let mean = e.iter().sum::<f64>() / e.len() as f64;
+        assert!(mean <= bound, "{source}: mean error {mean:.4} of {} rows", e.len());
+        assert!((summary["sources"][source]["mape"].as_f64().unwrap() - mean).abs() < 1e-9);
+    }
+    assert!(summary["all"]["median"].as_f64().unwrap() <= MEDIAN);
+    let pairs = &summary["pairs"];
+    assert!(pairs["right_order"].as_f64().unwrap() >= ORDERED * pairs["different"].as_f64().unwrap(), "{pairs}");
+}
+
+/// Mean error of each source.
+const BOUNDS: [(&str, f64); 7] = [
+    ("megatron_recompute22", 0.03),
+    ("megatron_sc21", 0.08),
+    ("llmfoundry", 0.08),
+    ("bloom_tr11", 0.08),
+    ("bloom_final", 0.08),
+    ("torchtitan", 0.08),
+    ("simumax_b200", 0.08),
+];
+const MEDIAN: f64 = 0.05;
+const ORDERED: f64 = 0.83;
+
+#[test]
+fn what_is_no_table_of_runs_is_refused() {
+    let dir = common::scratch("replay_errors");
+    for (name, content, says) in [("words.csv", "a,b\n1,2\n", "no column `row_id`"), ("empty.csv", "", "no column `row_id`")] {
+        let path = dir.join(name);
+        std::fs::write(&path, content).unwrap();
+        let output = common::dplan(&["replay", path.to_str().unwrap()]);
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(2) && error.contains(says), "{name}: {error}");
+    }
+}

@@ -70,7 +70,7 @@ impl Scenario {
     /// The question with the machine changed.
     fn apply<'a>(&self, options: &Options<'a>) -> Options<'a> {
         let mut options = options.clone();
-        let Machine { device, per_node, nodes, intra, inter } = &mut options.cluster;
+        let Machine { device, per_node, nodes, intra, inter, curves: _ } = &mut options.cluster;
         for &(key, factor) in &self.changes {
             let times = |n: u64| ((n as f64 * factor).round() as u64).max(1);
             let rate = |r: &mut PerSecond| *r = PerSecond(times(r.0));

@@ -1,6 +1,6 @@
 //! `plan.certificate.json`, beside a plan: the question that was asked, and how every tuple of the space was closed. [`dplan_planner::certificate`] checks it.
 //!
-//! One line a tuple: `pp=4 tp=8 cp=1 ep=1 dp=2 micro=1 of=128 1f1b sp=- pad=0`, how it was closed, and the nanoseconds (or the twin's position) that goes with it.
+//! One line a tuple: `pp=4 tp=8 cp=1 ep=1 dp=2 micro=1 of=128 1f1b virtual=1 sp=- pad=0`, how it was closed, and the nanoseconds (or the twin's position) that goes with it.
 
 use crate::compile::Compiled;
 use dplan_ir::plan::Schedule;
@@ -127,12 +127,15 @@ impl Certificate {
     }
 }
 
-const EXAMPLE: &str = "pp=4 tp=8 cp=1 ep=1 dp=2 micro=1 of=128 1f1b sp=- pad=0";
+const EXAMPLE: &str = "pp=4 tp=8 cp=1 ep=1 dp=2 micro=1 of=128 1f1b virtual=1 sp=- pad=0";
 
 fn tuple_text(tuple: &Tuple) -> String {
-    let Tuple { pp, tp, cp, ep, dp, micro_batch, micro_batches, schedule, boundary, padding } = *tuple;
+    let Tuple { pp, tp, cp, ep, dp, micro_batch, micro_batches, schedule, virtual_stages, boundary, padding } = *tuple;
     let boundary = boundary.map_or("-".to_string(), |d| d.to_string());
-    format!("pp={pp} tp={tp} cp={cp} ep={ep} dp={dp} micro={micro_batch} of={micro_batches} {} sp={boundary} pad={padding}", schedule.name())
+    let schedule = schedule.name();
+    format!(
+        "pp={pp} tp={tp} cp={cp} ep={ep} dp={dp} micro={micro_batch} of={micro_batches} {schedule} virtual={virtual_stages} sp={boundary} pad={padding}"
+    )
 }
 
 fn tuple_from(text: &str) -> Option<Tuple> {
@@ -142,6 +145,7 @@ fn tuple_from(text: &str) -> Option<Tuple> {
         ["pp", "tp", "cp", "ep", "dp", "micro", "of"].map(|key| value(key).and_then(|v| v.parse::<u64>().ok()));
     let schedule = Schedule::from_name(parts.next()?)?;
     let mut value = |key: &str| parts.next()?.strip_prefix(key)?.strip_prefix('=');
+    let virtual_stages = value("virtual").and_then(|v| v.parse::<u64>().ok());
     let boundary = match value("sp")? {
         "-" => None,
         dim => Some(dim.parse().ok()?),
@@ -158,6 +162,7 @@ fn tuple_from(text: &str) -> Option<Tuple> {
         micro_batch: positive(micro_batch)?,
         micro_batches: positive(micro_batches)?,
         schedule,
+        virtual_stages: positive(virtual_stages)?,
         boundary,
         padding,
     };
@@ -208,6 +213,7 @@ mod tests {
             micro_batch: 1,
             micro_batches: 128,
             schedule: Schedule::OneFOneB,
+            virtual_stages: 1,
             boundary: (padding > 0).then_some(1),
             padding,
         };

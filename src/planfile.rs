@@ -68,9 +68,11 @@ struct Choices {
     micro_batch: u64,
     micro_batches: u64,
     schedule: String,
+    /// Virtual stages on each stage.
+    r#virtual: u64,
     /// Dim of layer boundaries that tensor-parallel ranks shard.
     boundary: Option<u32>,
-    /// First and last layer of each stage.
+    /// First and last layer of each virtual stage, in the order of layers.
     stages: Vec<[u32; 2]>,
     options: Vec<OptionJson>,
     layers: Vec<u32>,
@@ -108,6 +110,7 @@ impl PlanFile {
                 micro_batch: plan.micro_batch,
                 micro_batches: plan.micro_batches,
                 schedule: plan.schedule.name().into(),
+                r#virtual: plan.virtual_stages,
                 boundary: plan.boundary,
                 stages: plan.stages.iter().map(|s| [s.first, s.last]).collect(),
                 options: plan
@@ -206,6 +209,7 @@ impl PlanFile {
             micro_batch: choices.micro_batch,
             micro_batches: choices.micro_batches,
             schedule,
+            virtual_stages: choices.r#virtual,
             boundary: choices.boundary,
             stages: choices.stages.iter().map(|&[first, last]| StagePlan { first, last }).collect(),
             options,
@@ -232,6 +236,12 @@ fn check_shape(plan: &Plan, graph: &Graph) -> Result<(), (&'static str, String)>
     }
     if next != layers {
         return Err(("choices.stages", format!("stages cover {next} layers, the model has {layers}")));
+    }
+    if plan.virtual_stages == 0 || !plan.stages.len().is_multiple_of(plan.virtual_stages as usize) {
+        return Err(("choices.virtual", format!("{}: expected a divisor of the {} virtual stages in all", plan.virtual_stages, plan.stages.len())));
+    }
+    if let Some(needs) = plan.pipeline().refusal() {
+        return Err(("choices.schedule", format!("{} needs {needs}", plan.schedule.name())));
     }
     if plan.layers.len() != layers as usize {
         return Err(("choices.layers", format!("{} entries, the model has {layers} layers", plan.layers.len())));

@@ -24,6 +24,7 @@ pub mod mesh;
 pub mod op;
 pub mod optimizer;
 pub mod order;
+pub mod pipeline;
 pub mod plan;
 pub mod program;
 pub mod reshard;

@@ -3,34 +3,37 @@
 use crate::dtype::DType;
 use crate::mesh::{Degrees, Mesh};
 use crate::optimizer::Optimizer;
+use crate::pipeline::Pipeline;
 use crate::rule::Assignment;
 
-/// Order of forward and backward passes of the micro-batches on a stage.
+/// Order of the passes of micro-batches on a stage ([`crate::pipeline`] has the orders).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Schedule {
     /// All forwards, then all backwards: every micro-batch is in flight.
     GPipe,
-    /// Stage s of p keeps at most p − s micro-batches in flight.
+    /// One forward, one backward: stage s of p keeps at most p − s micro-batches in flight.
     OneFOneB,
+    /// The same through several virtual stages on each stage, round and round.
+    Interleaved,
+    /// One forward, one backward, with weight gradients put off into the bubble.
+    ZbH1,
+    /// Two virtual stages on each stage, there and back, with weight gradients apart.
+    ZbV,
 }
 
 impl Schedule {
-    pub const ALL: [Schedule; 2] = [Schedule::GPipe, Schedule::OneFOneB];
+    pub const ALL: [Schedule; 5] = [Schedule::GPipe, Schedule::OneFOneB, Schedule::Interleaved, Schedule::ZbH1, Schedule::ZbV];
     pub fn name(self) -> &'static str {
         match self {
             Schedule::GPipe => "gpipe",
             Schedule::OneFOneB => "1f1b",
+            Schedule::Interleaved => "interleaved",
+            Schedule::ZbH1 => "zb-h1",
+            Schedule::ZbV => "zb-v",
         }
     }
     pub fn from_name(name: &str) -> Option<Schedule> {
         Schedule::ALL.into_iter().find(|s| s.name() == name)
-    }
-    /// Micro-batches whose activations `stage` of `stages` holds at once.
-    pub fn in_flight(self, stage: u64, stages: u64, micro_batches: u64) -> u64 {
-        match self {
-            Schedule::GPipe => micro_batches,
-            Schedule::OneFOneB => micro_batches.min(stages - stage),
-        }
     }
 }
 
@@ -82,7 +85,7 @@ pub struct LayerPlan {
     pub strategy: Vec<Assignment>,
 }
 
-/// Consecutive layers on one group of devices.
+/// A virtual stage: consecutive layers on one group of devices.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct StagePlan {
     pub first: u32,
@@ -102,8 +105,11 @@ pub struct Plan {
     /// Micro-batches of one step on one data-parallel rank.
     pub micro_batches: u64,
     pub schedule: Schedule,
+    /// Virtual stages on each stage.
+    pub virtual_stages: u64,
     /// Dim (position) of every layer boundary that the tensor-parallel axes shard; `Some(1)` is sequence parallelism.
     pub boundary: Option<u32>,
+    /// The virtual stages, in the order of layers; with one on each stage, the stages.
     pub stages: Vec<StagePlan>,
     /// Distinct ways of running a layer.
     pub options: Vec<LayerPlan>,
@@ -123,8 +129,12 @@ pub enum Clip {
 }
 
 impl Plan {
+    /// Stages: groups of devices that share a program.
     pub fn pp(&self) -> u64 {
-        self.stages.len() as u64
+        self.stages.len() as u64 / self.virtual_stages.max(1)
+    }
+    pub fn pipeline(&self) -> Pipeline {
+        Pipeline { schedule: self.schedule, stages: self.pp(), virtual_stages: self.virtual_stages, micro_batches: self.micro_batches }
     }
     pub fn degrees(&self) -> Degrees {
         Degrees { dp: self.dp, ep: self.ep, cp: self.cp, tp: self.tp }
@@ -139,8 +149,13 @@ impl Plan {
     pub fn layer(&self, layer: u32) -> &LayerPlan {
         &self.options[self.layers[layer as usize] as usize]
     }
-    pub fn stage_of(&self, layer: u32) -> usize {
+    /// The virtual stage that a layer is on.
+    pub fn virtual_stage_of(&self, layer: u32) -> usize {
         self.stages.iter().position(|s| (s.first..=s.last).contains(&layer)).unwrap_or(0)
+    }
+    /// The stage that a layer is on.
+    pub fn stage_of(&self, layer: u32) -> usize {
+        self.pipeline().stage_of(self.virtual_stage_of(layer) as u64) as usize
     }
     /// Sequences of one step over all ranks.
     pub fn batch(&self) -> u64 {

@@ -1,6 +1,7 @@
 //! The program: what every rank does in one training step, to the byte and in order.
 //!
-//! Ranks of one pipeline stage differ only in their mesh coordinates and share one [`StageProgram`]: a rank's class is its stage. A stage program is
+//! Ranks of one pipeline stage differ only in their mesh coordinates and share one [`StageProgram`]: a rank's class is its stage. A stage may hold several virtual
+//! stages (runs of layers, [`crate::pipeline`]); each has segments of its own, and slots of its own for what it keeps. A stage program is
 //! - an *arena*: one static allocation, in which every *buffer* is a typed byte range. A buffer *claims* its content ([`Content`]); the claims are
 //!   not trusted: the verifier proves from the graph that each read finds what its buffer claims;
 //! - *segments*: straight-line pieces, each run for one micro-batch at a time. Buffers with `slots > 1` are `slot_stride` bytes apart, one per
@@ -70,6 +71,16 @@ impl StageProgram {
     pub fn home(&self, bucket: BucketId, role: Role) -> Option<BufferId> {
         let of = |content: &Content| matches!(*content, Content::Flat { bucket: b, role: r, .. } if (b, r) == (bucket, role));
         self.buffers.iter().find(|(_, buffer)| of(&buffer.content)).map(|(id, _)| id)
+    }
+
+    /// The buffer in which the stage adds up a scalar, if it does.
+    pub fn accumulates(&self, scalar: Scalar) -> Option<BufferId> {
+        let is = |buffer: &BufferId| self.buffers[*buffer].content == Content::Scalar(scalar);
+        self.segments.values().flat_map(|s| &s.body).find_map(|issue| match &issue.instr {
+            Instr::Run { outs, .. } => outs.iter().copied().find(is),
+            Instr::SquareSum { dst, .. } | Instr::AddInto { dst, .. } => Some(*dst).filter(is),
+            _ => None,
+        })
     }
 }
 
@@ -242,11 +253,26 @@ pub enum Stream {
     RecvForward,
     SendBackward,
     RecvBackward,
+    /// The same four for virtual stages on the way back, whose neighbours are on the other side: a message to one side never waits for one to the other.
+    SendForwardBack,
+    RecvForwardBack,
+    SendBackwardBack,
+    RecvBackwardBack,
 }
 
 impl Stream {
-    pub const ALL: [Stream; 6] =
-        [Stream::Compute, Stream::Comm, Stream::SendForward, Stream::RecvForward, Stream::SendBackward, Stream::RecvBackward];
+    pub const ALL: [Stream; 10] = [
+        Stream::Compute,
+        Stream::Comm,
+        Stream::SendForward,
+        Stream::RecvForward,
+        Stream::SendBackward,
+        Stream::RecvBackward,
+        Stream::SendForwardBack,
+        Stream::RecvForwardBack,
+        Stream::SendBackwardBack,
+        Stream::RecvBackwardBack,
+    ];
     pub fn name(self) -> &'static str {
         match self {
             Stream::Compute => "compute",
@@ -255,7 +281,15 @@ impl Stream {
             Stream::RecvForward => "recv_forward",
             Stream::SendBackward => "send_backward",
             Stream::RecvBackward => "recv_backward",
+            Stream::SendForwardBack => "send_forward_back",
+            Stream::RecvForwardBack => "recv_forward_back",
+            Stream::SendBackwardBack => "send_backward_back",
+            Stream::RecvBackwardBack => "recv_backward_back",
         }
+    }
+    /// Whether it carries messages between stages.
+    pub fn carries_messages(self) -> bool {
+        !matches!(self, Stream::Compute | Stream::Comm)
     }
     pub fn from_name(name: &str) -> Option<Stream> {
         Stream::ALL.into_iter().find(|s| s.name() == name)
@@ -393,19 +427,36 @@ pub enum SegmentKind {
     Backward,
     /// The same for the last micro-batch, with gradient synchronisation between.
     BackwardLast,
+    /// Of a parted backward pass, what makes the cotangent that the virtual stage before waits for.
+    BackwardInput,
+    /// The rest of it.
+    BackwardWeight,
+    /// The same for the last micro-batch, with gradient synchronisation between.
+    BackwardWeightLast,
     /// Norm, clip, optimizer, parameter gathers.
     Update,
 }
 
 impl SegmentKind {
-    pub const ALL: [SegmentKind; 5] =
-        [SegmentKind::Begin, SegmentKind::Forward, SegmentKind::Backward, SegmentKind::BackwardLast, SegmentKind::Update];
+    pub const ALL: [SegmentKind; 8] = [
+        SegmentKind::Begin,
+        SegmentKind::Forward,
+        SegmentKind::Backward,
+        SegmentKind::BackwardLast,
+        SegmentKind::BackwardInput,
+        SegmentKind::BackwardWeight,
+        SegmentKind::BackwardWeightLast,
+        SegmentKind::Update,
+    ];
     pub fn name(self) -> &'static str {
         match self {
             SegmentKind::Begin => "begin",
             SegmentKind::Forward => "forward",
             SegmentKind::Backward => "backward",
             SegmentKind::BackwardLast => "backward_last",
+            SegmentKind::BackwardInput => "backward_input",
+            SegmentKind::BackwardWeight => "backward_weight",
+            SegmentKind::BackwardWeightLast => "backward_weight_last",
             SegmentKind::Update => "update",
         }
     }

@@ -79,7 +79,7 @@ fn served(problem: &Problem, prices: &dyn Prices, found: &Found, servers: u64) -
     for Layer { choice, option, home } in layers(problem, found) {
         let own = |b: &&BucketSize| !b.tied || home != Home::Repeated;
         let elems: u64 = option.bytes.buckets.iter().filter(own).map(|b| bucket_elems(b.elems, b.ways(&mesh))).sum();
-        let through = |role: Role| prices.message(&mesh, 0, (elems * problem.types.dtype(role).size() * (tuple.dp - 1)).div_ceil(servers)).0;
+        let through = |role: Role| prices.message(&mesh, 0, 1, (elems * problem.types.dtype(role).size() * (tuple.dp - 1)).div_ceil(servers)).0;
         let backward = option.backward.0;
         // A server updates more than a worker of ZeRO-1 does, launches included.
         let updates = [choice.zero, Zero(1)].map(|zero| terms.sync(&option.bytes, zero, home).update());

@@ -3,15 +3,18 @@
 //! Memory is left out, layers are spread perfectly over stages, and every layer runs at its least. Two bounds, of which the greater counts:
 //!
 //! ```text
-//! p · (T − c) ≥ Σ_layers min_choice ((p + m − 1) · t + e) + (p + m − 1) · messages        the slowest stage is no quicker than the mean
-//! T − c ≥ Σ min t + messages + (m − 1) · max(mean, ⌈n_kind / p⌉ · min t_kind) + max(mean e, max min e)
+//! p · (T − c) ≥ Σ_layers min_choice ((p + n − 1) · time + end) + messages of the same        no stage's share is greater than the mean
+//! T − c ≥ Σ min time + messages + (n − 1) · max(mean, ⌈n_kind / p⌉ · min time_kind) + max(mean end, ⌈n_kind / p⌉ · min end_kind)
 //! ```
+//! with `time`, `end` and `n` as the objective adds them up, whatever the schedule ([`crate::objective`]). Before layers are priced, their least time `t` alone counts:
+//! a ramp is at least its part of that ([`spread`]).
 
 use crate::menu::{Choice, Menus};
-use crate::objective::Home;
+use crate::objective::{Home, StageTime, repeats};
 use crate::prices::Prices;
 use crate::problem::Problem;
 use crate::space::Tuple;
+use dplan_ir::plan::Schedule;
 
 /// Whether the inputs of layers alone, which are kept for every micro-batch in flight, are more than all stages can hold. The first layer has no input.
 pub fn is_crowded(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple) -> bool {
@@ -23,22 +26,23 @@ pub fn is_crowded(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple) -> 
 
 /// What no plan with these menus can beat.
 pub fn priced(menus: &Menus, layers: &[usize]) -> u64 {
-    let (p, m) = (menus.tuple.pp, menus.tuple.micro_batches);
-    let messages: u64 = (0..p).map(|s| menus.least_message(s)).sum();
-    let end = |c: &Choice| Home::ALL.map(|h| c.terms(h).end).into_iter().min().unwrap_or(0);
-    let least = |of: &dyn Fn(&Choice) -> u128| -> Vec<u128> { menus.choices.iter().map(|menu| menu.iter().map(of).min().unwrap_or(0)).collect() };
-    let time = least(&|c| u128::from(c.terms(Home::Together).time));
-    let ends = least(&|c| u128::from(end(c)));
-    let joint = least(&|c| u128::from(p + m - 1) * u128::from(c.terms(Home::Together).time) + u128::from(end(c)));
+    let pipeline = menus.tuple.pipeline();
+    let (p, n) = (u128::from(pipeline.stages), u128::from(repeats(&pipeline)));
+    let joined = |of: StageTime| (p + n - 1) * u128::from(of.time) + u128::from(of.end);
+    let messages: StageTime = (0..pipeline.all_virtual()).map(|c| menus.least_border(c)).sum();
+    let shares = |c: &Choice| Home::ALL.map(|h| c.share(h));
+    let least = |of: &dyn Fn(StageTime) -> u128| -> Vec<u128> {
+        menus.choices.iter().map(|menu| menu.iter().flat_map(shares).map(of).min().unwrap_or(0)).collect()
+    };
+    let (time, end, joint) = (least(&|s| u128::from(s.time)), least(&|s| u128::from(s.end)), least(&joined));
     let sum = |of: &[u128]| layers.iter().map(|&kind| of[kind]).sum::<u128>();
-    let (p, m, messages) = (u128::from(p), u128::from(m), u128::from(messages));
 
-    let together = (sum(&joint) + (p + m - 1) * messages).div_ceil(p);
-    let total = sum(&time) + messages;
-    let share = |kind: usize| (layers.iter().filter(|&&k| k == kind).count() as u128).div_ceil(p) * time[kind];
-    let slowest = (0..time.len()).map(share).max().unwrap_or(0).max(total.div_ceil(p));
-    let longest = layers.iter().map(|&kind| ends[kind]).max().unwrap_or(0).max(sum(&ends).div_ceil(p));
-    let apart = total + (m - 1) * slowest + longest;
+    let together = (sum(&joint) + joined(messages)).div_ceil(p);
+    let count = |kind: usize| layers.iter().filter(|&&k| k == kind).count() as u128;
+    // The stage that has most is at least the mean, and some stage has its share of the layers of a kind, rounded up.
+    let most = |of: &[u128], total: u128| (0..of.len()).map(|kind| count(kind).div_ceil(p) * of[kind]).max().unwrap_or(0).max(total.div_ceil(p));
+    let total = sum(&time) + u128::from(messages.time);
+    let apart = total + (n - 1) * most(&time, total) + most(&end, sum(&end) + u128::from(messages.end));
     narrow(together.max(apart) + u128::from(menus.constant))
 }
 
@@ -52,12 +56,18 @@ pub fn trend(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple, largest:
     spread(problem, tuple, |class| prices.trend(class, tuple.shape(), largest).0)
 }
 
-/// The objective of layers that take the least time of their classes, perfectly spread over stages.
+/// The objective of layers that take the least time of their classes, perfectly spread over stages: with mean time `t` of a stage,
+/// `(p + m − 1) · t` where the ramp is all of it, `((p − 1) / v + m) · t` where it is one of `v` parts, `m · t` where weight gradients may fill it.
 fn spread(problem: &Problem, tuple: &Tuple, least: impl FnMut(u32) -> u64) -> u64 {
     let least: Vec<u64> = problem.kinds.iter().map(|k| k.class).map(least).collect();
     let total: u128 = problem.layers.iter().map(|&kind| u128::from(least[kind])).sum();
     let (p, m) = (u128::from(tuple.pp), u128::from(tuple.micro_batches));
-    narrow((total * (p + m - 1)).div_ceil(p))
+    let (times, parts) = match tuple.schedule {
+        Schedule::GPipe | Schedule::OneFOneB => (p + m - 1, 1),
+        Schedule::Interleaved => (p - 1 + u128::from(tuple.virtual_stages) * m, u128::from(tuple.virtual_stages)),
+        Schedule::ZbH1 | Schedule::ZbV => (m, 1),
+    };
+    narrow((total * times).div_ceil(p * parts))
 }
 
 fn narrow(bound: u128) -> u64 {

@@ -5,14 +5,15 @@
 
 use crate::integer::{self, SolverFault};
 use crate::menu::Menus;
-use crate::objective::{Home, Terms};
+use crate::objective::{Home, StageTime, Terms, border, share};
 use crate::prices::Prices;
 use crate::problem::Problem;
 use crate::search::{Closed, How, largest};
-use crate::space::{MOST_TP, Tuple, least_block};
+use crate::space::{MOST_TP, Tuple, least_block, searched};
 use dplan_ir::plan::{Schedule, Zero};
 use dplan_ir::sharding::Sharding;
 use std::collections::BTreeSet;
+use std::rc::Rc;
 
 /// What the checker did.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -162,10 +163,11 @@ fn space(problem: &Problem, prices: &mut dyn Prices) -> BTreeSet<Tuple> {
                 let experts: Vec<u64> = prices.experts(dp).into_iter().filter(|ep| dp.is_multiple_of(*ep) && pins.ep.allows(ep)).collect();
                 for micro_batch in (1..=problem.batch / dp).filter(|&b| problem.batch.is_multiple_of(dp * b) && pins.micro_batch.allows(&b)) {
                     let micro_batches = problem.batch / dp / micro_batch;
-                    for schedule in Schedule::ALL.into_iter().filter(|s| pins.schedule.allows(s)) {
+                    for (schedule, virtual_stages) in orders(problem, pp, micro_batches) {
                         for &boundary in &boundaries {
                             for padding in 0..prices.paddings(tp) {
-                                let tuple = |&ep: &u64| Tuple { pp, tp, cp, ep, dp, micro_batch, micro_batches, schedule, boundary, padding };
+                                let tuple =
+                                    |&ep: &u64| Tuple { pp, tp, cp, ep, dp, micro_batch, micro_batches, schedule, virtual_stages, boundary, padding };
                                 all.extend(experts.iter().map(tuple));
                             }
                         }
@@ -187,39 +189,87 @@ fn solve_again(problem: &Problem, prices: &mut dyn Prices, tuple: Tuple, objecti
     Ok(None)
 }
 
+/// Every schedule, with how many virtual stages it has on each stage: powers of two unless pinned.
+fn orders(problem: &Problem, pp: u64, micro_batches: u64) -> Vec<(Schedule, u64)> {
+    let pins = &problem.pins;
+    let mut all = Vec::new();
+    for v in (1..=problem.layers.len() as u64 / pp).filter(|v| pins.virtual_stages.values().map_or(v.is_power_of_two(), |pinned| pinned.contains(v)))
+    {
+        for schedule in searched(pins) {
+            let fits = match schedule {
+                Schedule::GPipe | Schedule::OneFOneB => v == 1,
+                Schedule::Interleaved => v > 1 && pp > 1 && micro_batches.is_multiple_of(pp),
+                Schedule::ZbH1 => v == 1 && pp > 1 && micro_batches >= pp,
+                Schedule::ZbV => v == 2 && pp > 1 && micro_batches >= 2 * pp - 1,
+            };
+            if fits {
+                all.push((schedule, v));
+            }
+        }
+    }
+    all
+}
+
 /// The objective of layers that take the least time of their classes.
 pub(crate) fn quickest(problem: &Problem, tuple: &Tuple, mut least: impl FnMut(u32) -> u64) -> u64 {
     let sum: u128 = problem.layers.iter().map(|&kind| u128::from(least(problem.kinds[kind].class))).sum();
-    // The mean stage repeats for every micro-batch but the first.
-    let repeats = u128::from(tuple.micro_batches - 1);
-    u64::try_from(sum + (repeats * sum).div_ceil(u128::from(tuple.pp))).unwrap_or(u64::MAX)
+    let (p, m, v) = (u128::from(tuple.pp), u128::from(tuple.micro_batches), u128::from(tuple.virtual_stages));
+    // The mean stage runs every micro-batch; while the pipeline fills and drains it waits for its part of the other stages' times.
+    let waits = match tuple.schedule {
+        Schedule::GPipe | Schedule::OneFOneB => (p - 1) * sum,
+        Schedule::Interleaved => (p - 1) * sum / v,
+        Schedule::ZbH1 | Schedule::ZbV => 0,
+    };
+    u64::try_from((m * sum + waits).div_ceil(p)).unwrap_or(u64::MAX)
 }
 
 /// The least objective that the priced layers allow; nothing if some layer cannot run.
 pub(crate) fn weights(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple) -> Option<u64> {
     let shape = tuple.shape();
     let mesh = tuple.mesh();
-    let (p, m) = (tuple.pp, tuple.micro_batches);
-    // Ways of each kind: (time, least end, what the tied parameter is like).
+    let (pipeline, p) = (tuple.pipeline(), tuple.pp);
+    let parted = matches!(tuple.schedule, Schedule::ZbH1 | Schedule::ZbV);
+    // How often the slowest stage counts.
+    let n = match tuple.schedule {
+        Schedule::GPipe | Schedule::OneFOneB => tuple.micro_batches,
+        Schedule::Interleaved | Schedule::ZbH1 | Schedule::ZbV => 1,
+    };
+    // Ways of each kind: (least time, least end, what the tied parameter is like).
     type Way = (u64, u64, Option<(Sharding, Zero)>);
     let mut kinds: Vec<Vec<Way>> = Vec::new();
     for kind in &problem.kinds {
         let offers = prices.offers(kind.class, shape);
+        let halves = if parted { prices.halves(kind.class, shape) } else { Rc::from([]) };
         let terms = Terms { links: &*prices, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 2.min(p) };
         let mut ways = Vec::new();
-        for offer in offers.iter().filter(|o| kind.recompute.contains(&o.option.recompute)) {
-            for &zero in kind.zero.iter().filter(|z| tuple.dp * tuple.cp > 1 || z.0 == 0) {
-                let at = Home::ALL.map(|home| terms.sync(&offer.option.bytes, zero, home).terms(offer.option.forward, offer.option.backward));
-                let end = at.iter().map(|t| t.end).min().unwrap_or(0);
-                ways.push((at[0].time, end, offer.tie.clone().map(|sharding| (sharding, zero))));
+        for (offer, at) in offers.iter().zip(0..).filter(|(o, _)| kind.recompute.contains(&o.option.recompute)) {
+            let half = halves.get(at);
+            if parted && half.is_none() {
+                continue;
+            }
+            for &zero in kind.zero.iter().filter(|z| z.0 == 0 || tuple.dp * tuple.cp > 1 && !(parted && z.0 > 1)) {
+                let shares = Home::ALL.map(|home| {
+                    let sync = terms.sync(&offer.option.bytes, zero, home);
+                    let of = match half {
+                        Some(half) => sync.parted(offer.option.forward, half.input, half.weight),
+                        None => sync.terms(offer.option.forward, offer.option.backward),
+                    };
+                    share(&pipeline, &of)
+                });
+                let least = |of: fn(&StageTime) -> u64| shares.iter().map(of).min().unwrap_or(0);
+                ways.push((least(|s| s.time), least(|s| s.end), offer.tie.clone().map(|sharding| (sharding, zero))));
             }
         }
         kinds.push(ways);
     }
     let layers = problem.layers.len() as u32;
     let crossing: Vec<u64> = (0..layers.saturating_sub(1)).map(|l| prices.boundary_bytes(l, shape)).collect();
-    let message = |s: u64| crossing.iter().map(|&bytes| 2 * prices.message(&mesh, s, bytes).0).min().unwrap_or(0);
-    let messages: u64 = (0..p.saturating_sub(1)).map(message).sum();
+    let message = |c: u64| {
+        let (from, to) = (pipeline.stage_of(c), pipeline.stage_of(c + 1));
+        let quickest = crossing.iter().map(|&bytes| 2 * prices.message(&mesh, from, to, bytes).0).min().unwrap_or(0);
+        border(&pipeline, if from == to { 0 } else { quickest })
+    };
+    let messages: StageTime = (0..pipeline.all_virtual() - 1).map(message).sum();
     let terms = Terms { links: &*prices, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 2.min(p) };
     let constant = terms.constant(p);
 
@@ -237,19 +287,20 @@ pub(crate) fn weights(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple)
         }
         let least = |of: &dyn Fn(&Way) -> u128| (0..kinds.len()).map(|k| ways(k).map(of).min().unwrap_or(0)).collect::<Vec<u128>>();
         let sum = |of: &[u128]| problem.layers.iter().map(|&k| of[k]).sum::<u128>();
-        let (p, m) = (u128::from(p), u128::from(m));
-        // The slowest stage and the longest end are at least the mean ones, of one choice for both.
-        let mean = sum(&least(&|w| (p + m - 1) * u128::from(w.0) + u128::from(w.1))) + (p + m - 1) * u128::from(messages);
-        // Or each by itself, where the slowest stage also holds its share of the layers of a kind, rounded up.
+        let (p, n) = (u128::from(p), u128::from(n));
         let (time, end) = (least(&|w| u128::from(w.0)), least(&|w| u128::from(w.1)));
-        let total = sum(&time) + u128::from(messages);
-        let mut slowest = total.div_ceil(p);
-        for (kind, time) in time.iter().enumerate() {
-            let count = problem.layers.iter().filter(|&&k| k == kind).count() as u128;
-            slowest = slowest.max(count.div_ceil(p) * time);
+        // The slowest stage and the longest end are at least the mean ones, of one choice for both.
+        let mean =
+            sum(&least(&|w| (p + n - 1) * u128::from(w.0) + u128::from(w.1))) + (p + n - 1) * u128::from(messages.time) + u128::from(messages.end);
+        // Or each by itself, where some stage also holds its share of the layers of a kind, rounded up.
+        let share = |kind: usize| (problem.layers.iter().filter(|&&k| k == kind).count() as u128).div_ceil(p);
+        let total = sum(&time) + u128::from(messages.time);
+        let (mut slowest, mut longest) = (total.div_ceil(p), (sum(&end) + u128::from(messages.end)).div_ceil(p));
+        for kind in 0..time.len() {
+            slowest = slowest.max(share(kind) * time[kind]);
+            longest = longest.max(share(kind) * end[kind]);
         }
-        let longest = problem.layers.iter().map(|&k| end[k]).max().unwrap_or(0).max(sum(&end).div_ceil(p));
-        let bound = mean.div_ceil(p).max(total + (m - 1) * slowest + longest);
+        let bound = mean.div_ceil(p).max(total + (n - 1) * slowest + longest);
         best = Some(best.map_or(bound, |b| b.min(bound)));
     }
     best.map(|b| u64::try_from(b + u128::from(constant)).unwrap_or(u64::MAX))

@@ -3,6 +3,7 @@
 //! Counts are decided choice by choice, those first that lose most at the price of a byte. A label is (time, end, bytes) of the layers decided so far; it is dropped if
 //! another of as many layers is no worse in any, if it cannot fit, or if its plan cannot beat the incumbent.
 
+use crate::objective::StageTime;
 use crate::stage::{Group, Item, Load, Outlook, Point, Shelf};
 use std::rc::Rc;
 
@@ -21,7 +22,7 @@ pub(crate) struct Expansion<'a> {
     cheapest: Vec<Vec<u128>>,
     free: u64,
     price: (u64, u64),
-    micro_batches: u64,
+    repeats: u64,
     outlook: &'a Outlook,
 }
 
@@ -44,8 +45,8 @@ struct Decision {
 const ROOT: u32 = u32::MAX;
 
 impl<'a> Expansion<'a> {
-    pub fn new(bag: &'a [Group], shelves: &[Rc<Shelf>], free: u64, price: (u64, u64), micro_batches: u64, outlook: &'a Outlook) -> Expansion<'a> {
-        let priced = |l: &Load| u128::from(micro_batches * l.time + l.end) * u128::from(price.1) + u128::from(l.bytes) * u128::from(price.0);
+    pub fn new(bag: &'a [Group], shelves: &[Rc<Shelf>], free: u64, price: (u64, u64), repeats: u64, outlook: &'a Outlook) -> Expansion<'a> {
+        let priced = |l: &Load| u128::from(repeats * l.time + l.end) * u128::from(price.1) + u128::from(l.bytes) * u128::from(price.0);
         let items: Vec<Vec<Item>> = shelves
             .iter()
             .map(|shelf| {
@@ -65,14 +66,14 @@ impl<'a> Expansion<'a> {
         let most = items.iter().map(|i| from_behind(i, u64::max)).collect();
         // The last item is the cheapest, so it is the cheapest of all that follow any.
         let cheapest = items.iter().map(|items| items.iter().map(|_| items.last().map_or(0, |i| priced(&i.0))).collect()).collect();
-        Expansion { bag, items, least, most, cheapest, free, price, micro_batches, outlook }
+        Expansion { bag, items, least, most, cheapest, free, price, repeats, outlook }
     }
 
     /// Adds all points; whether none that is wanted was left out.
-    pub fn run(&self, message: u64, points: &mut Vec<Point>) -> bool {
+    pub fn run(&self, border: StageTime, points: &mut Vec<Point>) -> bool {
         let mut trail: Vec<Decision> = Vec::new();
         let mut complete = true;
-        let mut labels = vec![Label { time: message, end: 0, bytes: 0, trail: ROOT }];
+        let mut labels = vec![Label { time: border.time, end: border.end, bytes: 0, trail: ROOT }];
         for (at, group) in self.bag.iter().enumerate() {
             // Labels by how many layers of the group are decided.
             let mut by_count: Vec<Vec<Label>> = vec![Vec::new(); group.count + 1];
@@ -127,7 +128,7 @@ impl<'a> Expansion<'a> {
     fn verdict(&self, label: &mut Label, at: usize, from: usize, left: u64) -> Verdict {
         let (mut time, mut end, mut bytes, mut most) = (label.time, label.end, label.bytes, label.bytes);
         let mut cost =
-            u128::from(self.micro_batches * label.time + label.end) * u128::from(self.price.1) + u128::from(label.bytes) * u128::from(self.price.0);
+            u128::from(self.repeats * label.time + label.end) * u128::from(self.price.1) + u128::from(label.bytes) * u128::from(self.price.0);
         let mut add = |group: usize, item: usize, n: u64| {
             let (least, largest) = (&self.least[group][item], &self.most[group][item]);
             (time, end, bytes, most) = (time + n * least.time, end + n * least.end, bytes + n * least.bytes, most + n * largest.bytes);
@@ -162,8 +163,7 @@ impl<'a> Expansion<'a> {
             return true;
         }
         let share = MOST_LABELS / by_count.len() / 2;
-        let cost =
-            |l: &Label| u128::from(self.micro_batches * l.time + l.end) * u128::from(self.price.1) + u128::from(l.bytes) * u128::from(self.price.0);
+        let cost = |l: &Label| u128::from(self.repeats * l.time + l.end) * u128::from(self.price.1) + u128::from(l.bytes) * u128::from(self.price.0);
         for labels in by_count.iter_mut().filter(|l| l.len() > share) {
             labels.sort_by_key(|l| (cost(l), *l));
             labels.truncate(share.max(1));

@@ -12,6 +12,7 @@ use crate::request::layer_plan;
 use crate::space::Tuple;
 use crate::stages::Stages;
 use crate::units::{Bytes, Nanos};
+use dplan_ir::pipeline::Slots;
 use dplan_ir::plan::{LayerPlan, Plan, Zero};
 
 /// Neighbouring layers that are alike, on one stage, and run alike.
@@ -53,7 +54,8 @@ pub fn explain(problem: &Problem, prices: &mut dyn Prices, plan: &Plan) -> Optio
     let (menus, choices) = (0..prices.paddings(plan.tp)).find_map(|padding| recognise(problem, prices, plan, padding))?;
     let view = View { problem, menus: &menus, choices: &choices, plan, stages: Stages::new(&menus, &problem.layers, problem.budget) };
     let mut notes: Vec<Note> = Vec::new();
-    for (stage, cut) in plan.stages.iter().enumerate() {
+    for (virtual_stage, cut) in plan.stages.iter().enumerate() {
+        let stage = plan.pipeline().stage_of(virtual_stage as u64) as usize;
         let mut run: Option<(usize, Home, u32)> = None;
         for layer in cut.first as usize..=cut.last as usize {
             let key = (problem.layers[layer], view.home(layer), choices[layer]);
@@ -69,8 +71,8 @@ pub fn explain(problem: &Problem, prices: &mut dyn Prices, plan: &Plan) -> Optio
 
 /// The menus in which every layer of the plan is a choice, and these choices.
 fn recognise(problem: &Problem, prices: &mut dyn Prices, plan: &Plan, padding: u32) -> Option<(Menus, Vec<u32>)> {
-    let &Plan { dp, ep, cp, tp, micro_batch, micro_batches, schedule, boundary, .. } = plan;
-    let tuple = Tuple { pp: plan.pp(), tp, cp, ep, dp, micro_batch, micro_batches, schedule, boundary, padding };
+    let &Plan { dp, ep, cp, tp, micro_batch, micro_batches, schedule, virtual_stages, boundary, .. } = plan;
+    let tuple = Tuple { pp: plan.pp(), tp, cp, ep, dp, micro_batch, micro_batches, schedule, virtual_stages, boundary, padding };
     let menus = Menus::new(problem, prices, tuple)?;
     let choice = |(layer, &kind): (u32, &usize)| {
         let wanted = plan.layer(layer);
@@ -90,16 +92,20 @@ struct View<'a> {
 
 impl View<'_> {
     fn home(&self, layer: usize) -> Home {
-        let cut = self.plan.stages[self.plan.stage_of(layer as u32)];
-        self.stages.home(layer, cut.first as usize, cut.last as usize + 1)
+        let stage = self.plan.stage_of(layer as u32) as u64;
+        let range = |c: u64| (self.plan.stages[c as usize].first as usize, self.plan.stages[c as usize].last as usize + 1);
+        self.stages.home(layer, &self.plan.pipeline().virtual_stages_of(stage).map(range).collect::<Vec<_>>())
+    }
+
+    fn index(&self, layer: usize, instead: Option<(usize, u32)>) -> u32 {
+        match instead {
+            Some((at, other)) if at == layer => other,
+            _ => self.choices[layer],
+        }
     }
 
     fn choice(&self, layer: usize, instead: Option<(usize, u32)>) -> &Choice {
-        let index = match instead {
-            Some((at, other)) if at == layer => other,
-            _ => self.choices[layer],
-        };
-        &self.menus.choices[self.problem.layers[layer]][index as usize]
+        &self.menus.choices[self.problem.layers[layer]][self.index(layer, instead) as usize]
     }
 
     fn note(&self, stage: usize, layer: usize) -> Note {
@@ -139,29 +145,28 @@ impl View<'_> {
 
     /// The objective with one layer changed.
     fn step(&self, instead: Option<(usize, u32)>) -> u64 {
-        let stage = |(stage, cut): (u64, &dplan_ir::plan::StagePlan)| {
-            let mut time = StageTime { time: self.menus.message(stage, cut.last as usize), end: 0 };
-            for layer in cut.first as usize..=cut.last as usize {
-                let terms = self.choice(layer, instead).terms(self.home(layer));
-                (time.time, time.end) = (time.time + terms.time, time.end + terms.end);
-            }
-            time
+        let pipeline = self.plan.pipeline();
+        let of_virtual = |c: u64| {
+            let cut = &self.plan.stages[c as usize];
+            let layers = cut.first as usize..=cut.last as usize;
+            layers.map(|layer| self.choice(layer, instead).share(self.home(layer))).sum::<StageTime>() + self.menus.border(c, cut.last as usize)
         };
-        let stages: Vec<StageTime> = (0..).zip(&self.plan.stages).map(stage).collect();
-        total(&stages, self.plan.micro_batches, self.menus.constant)
+        let stages: Vec<StageTime> = (0..pipeline.stages).map(|s| pipeline.virtual_stages_of(s).map(of_virtual).sum()).collect();
+        total(&stages, &pipeline, self.menus.constant)
     }
 
     /// Bytes of a stage's arena with one layer changed.
     fn arena(&self, stage: usize, instead: Option<(usize, u32)>) -> u64 {
-        let cut = self.plan.stages[stage];
-        let layers: Vec<(&LayerBytes, Zero)> = (cut.first as usize..=cut.last as usize)
-            .map(|layer| {
-                let choice = self.choice(layer, instead);
-                (&self.menus.offers[self.problem.layers[layer]][choice.offer as usize].option.bytes, choice.zero)
-            })
-            .collect();
-        let (stage, stages) = (stage as u64, self.plan.pp());
-        let at = StagePosition { stage, stages, in_flight: self.menus.tuple.in_flight(stage), boundary: self.menus.boundary };
+        let pipeline = self.plan.pipeline();
+        let (stage, mut layers): (u64, Vec<(&LayerBytes, Zero, Slots)>) = (stage as u64, Vec::new());
+        for (c, &slots) in pipeline.virtual_stages_of(stage).zip(&self.menus.slots[stage as usize]) {
+            let cut = &self.plan.stages[c as usize];
+            layers.extend((cut.first as usize..=cut.last as usize).map(|layer| {
+                let (kind, choice) = (self.problem.layers[layer], self.index(layer, instead));
+                (self.menus.bytes(kind, choice), self.menus.choices[kind][choice as usize].zero, slots)
+            }));
+        }
+        let at = StagePosition { pipeline, stage, boundary: self.menus.boundary };
         arena(&layers, &self.plan.mesh(), self.problem.types, at).total()
     }
 }

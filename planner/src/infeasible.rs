@@ -72,11 +72,11 @@ fn relaxed(problem: &Problem, prices: &dyn Prices, pins: Pins) -> Problem {
     Problem::new(prices, problem.devices, problem.batch, problem.types, problem.clip, pins, limit)
 }
 
-/// Tuples, those that need least memory first; the schedule that holds more is left out where the other is allowed.
+/// Tuples, those that need least memory first; `gpipe`, which holds more than its twin, is left out where that is allowed.
 fn thrifty(problem: &Problem, prices: &mut dyn Prices) -> Vec<Tuple> {
     let mut all = tuples(prices, problem.devices, problem.batch, &problem.pins);
     let eager = problem.pins.schedule.allows(&Schedule::OneFOneB);
-    all.retain(|t| t.schedule == Schedule::OneFOneB || !eager);
+    all.retain(|t| t.schedule != Schedule::GPipe || !eager);
     all.sort_by_key(|t| (t.micro_batch, t.boundary.is_none(), *t));
     all
 }

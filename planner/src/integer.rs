@@ -7,22 +7,25 @@
 //!      Σ_c n(g,c) = layers of group g,   n ≥ 0 whole
 //!      Σ end(c) · n(g,c) ≤ ε
 //!      Σ bytes(c) · n(g,c) ≤ room − w − r
-//!      Σ (m · time(c) + end(c)) · n(g,c) ≤ cut − what the other stages take at least
+//!      Σ (r · time(c) + end(c)) · n(g,c) ≤ cut − what the other stages take at least
 //! ```
+//! with time, end and repeats `r` as the objective adds them up,
 //! over the choices `c` with workspaces up to `w` and rings up to `r`, for every size `w` and `r` that there is; and the best cut of the layers is a shortest path for
 //! each bound on the slowest stage. Of choices that another covers in every term only the other one stands. `ε` comes down from above, each time just below the
-//! longest end of the last plan, until no shorter end could pay for the time it costs.
+//! longest end of the last plan, until no shorter end could pay for the time it costs. With several virtual stages on each stage every even cut is taken in turn.
 //!
 //! The solver is right to about seven digits; what it finds is counted again in whole nanoseconds and bytes.
 
 use crate::certificate::{is_crowded, quickest, weights};
 use crate::menu::Menus;
-use crate::objective::Home;
+use crate::objective::{Home, StageTime, repeats};
 use crate::prices::Prices;
 use crate::problem::Problem;
 use crate::search::{Closed, Found, How, NEVER, Outcome, Statistics, largest};
 use crate::space::tuples;
 use crate::stages::Solution;
+use crate::virtual_stages::even_cuts;
+use dplan_ir::pipeline::Slots;
 use good_lp::{Expression, ProblemVariables, ResolutionError, Solution as _, SolverModel, Variable, constraint, default_solver, variable};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -49,8 +52,8 @@ impl Column {
     }
 }
 
-/// Layers of one kind that lie alike towards the tied parameter.
-type Members = (usize, Home, usize);
+/// Layers of one kind that lie alike towards the tied parameter, on virtual stages that keep as much: kind, home, slots, how many.
+type Members = (usize, Home, Slots, usize);
 
 /// A stage that could hold the layers from `start` to before `end`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -58,6 +61,15 @@ struct Span {
     stage: usize,
     start: usize,
     end: usize,
+}
+
+/// The layers of a virtual stage, and what it keeps.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Part {
+    virtual_stage: u64,
+    start: usize,
+    end: usize,
+    slots: Slots,
 }
 
 /// How a stage runs at its least time: which choices, how many layers each.
@@ -72,9 +84,10 @@ struct Tableau<'a> {
     menus: &'a Menus,
     layers: &'a [usize],
     budget: u64,
-    columns: BTreeMap<(usize, Home, u64), Vec<Column>>,
-    /// Answers by what they depend on: members, micro-batches in flight, room, and the bound on the end.
-    known: BTreeMap<(Vec<Members>, u64, u64), Vec<(u64, Option<Run>)>>,
+    repeats: u64,
+    columns: BTreeMap<(usize, Home, Slots), Vec<Column>>,
+    /// Answers by what they depend on: members, room, and the bound on the end.
+    known: BTreeMap<(Vec<Members>, u64), Vec<(u64, Option<Run>)>>,
 }
 
 /// The best plan of a tuple that is below `cut`.
@@ -82,14 +95,18 @@ struct Tableau<'a> {
 /// # Errors
 /// If the solver fails.
 pub fn best_below(menus: &Menus, layers: &[usize], budget: u64, cut: u64) -> Result<Option<Solution>, SolverFault> {
-    let mut tableau = Tableau { menus, layers, budget, columns: BTreeMap::new(), known: BTreeMap::new() };
-    let m = menus.tuple.micro_batches;
+    let m = repeats(&menus.tuple.pipeline());
+    let mut tableau = Tableau { menus, layers, budget, repeats: m, columns: BTreeMap::new(), known: BTreeMap::new() };
+    if menus.tuple.virtual_stages > 1 {
+        return tableau.best_even(cut);
+    }
     let (mut cut, mut best, mut limit) = (cut, None, u64::MAX);
     let shortest_end = tableau.shortest_end();
     loop {
         let mut runs: BTreeMap<Span, Run> = BTreeMap::new();
         for span in tableau.spans(cut) {
-            if let Some(run) = tableau.run(span, limit, cut)? {
+            let parts = tableau.parts(span);
+            if let Some(run) = tableau.run(span.stage, &parts, limit, cut)? {
                 runs.insert(span, run);
             }
         }
@@ -98,7 +115,8 @@ pub fn best_below(menus: &Menus, layers: &[usize], budget: u64, cut: u64) -> Res
         let objective = time + longest + menus.constant;
         if objective < cut {
             cut = objective;
-            best = Some(tableau.solution(&path, &runs, objective));
+            let parts: Vec<Vec<Part>> = path.iter().map(|&span| tableau.parts(span)).collect();
+            best = Some(tableau.solution(parts.iter().zip(path.iter().map(|span| &runs[span])), objective));
         }
         if time + menus.constant + shortest_end >= cut || longest <= shortest_end {
             break;
@@ -172,20 +190,66 @@ impl Tableau<'_> {
         self.menus.tied[self.layers[layer]]
     }
 
-    /// The members of a span, each kind and position towards the tied parameter once.
-    fn members(&self, span: Span) -> Vec<Members> {
-        let inside: Vec<usize> = (span.start..span.end).filter(|&l| self.tied(l)).collect();
-        let outside = (0..self.layers.len()).any(|l| self.tied(l) && !(span.start..span.end).contains(&l));
+    /// The best plan below `cut` with several virtual stages on each stage.
+    fn best_even(&mut self, mut cut: u64) -> Result<Option<Solution>, SolverFault> {
+        let (pipeline, constant) = (self.menus.tuple.pipeline(), self.menus.constant);
+        let (shortest_end, mut best) = (self.shortest_end(), None);
+        for starts in even_cuts(self.layers.len(), pipeline.all_virtual() as usize) {
+            let parts: Vec<Vec<Part>> = (0..pipeline.stages)
+                .map(|s| {
+                    let part = |(c, &slots): (u64, &Slots)| Part { virtual_stage: c, start: starts[c as usize], end: starts[c as usize + 1], slots };
+                    pipeline.virtual_stages_of(s).zip(&self.menus.slots[s as usize]).map(part).collect()
+                })
+                .collect();
+            let mut limit = u64::MAX;
+            loop {
+                let mut runs = Vec::new();
+                for (stage, parts) in parts.iter().enumerate() {
+                    match self.run(stage, parts, limit, cut)? {
+                        Some(run) => runs.push(run),
+                        None => break,
+                    }
+                }
+                if runs.len() < parts.len() {
+                    break;
+                }
+                let sum: u64 = runs.iter().map(|r| r.time).sum();
+                let slowest = runs.iter().map(|r| r.time).max().unwrap_or(0);
+                let longest = runs.iter().map(|r| r.end).max().unwrap_or(0);
+                let time = sum + (self.repeats - 1) * slowest;
+                let objective = time + longest + constant;
+                if objective < cut {
+                    cut = objective;
+                    best = Some(self.solution(parts.iter().zip(&runs), objective));
+                }
+                if time + constant + shortest_end >= cut || longest <= shortest_end {
+                    break;
+                }
+                limit = longest - 1;
+            }
+        }
+        Ok(best)
+    }
+
+    /// How the tied parameter's homes lie, seen from a layer of a stage of these parts.
+    fn home(&self, layer: usize, parts: &[Part]) -> Home {
+        let here = |l: usize| parts.iter().any(|p| (p.start..p.end).contains(&l));
+        let tied: Vec<usize> = (0..self.layers.len()).filter(|&l| self.tied(l)).collect();
+        match tied.iter().find(|&&l| here(l)) {
+            Some(&first) if self.tied(layer) && layer > first => Home::Repeated,
+            Some(_) if self.tied(layer) && tied.iter().any(|&l| !here(l)) => Home::Apart,
+            _ => Home::Together,
+        }
+    }
+
+    /// The members of a stage, each kind, position towards the tied parameter and slots once.
+    fn members(&self, parts: &[Part]) -> Vec<Members> {
         let mut members: Vec<Members> = Vec::new();
-        for layer in span.start..span.end {
-            let home = match inside.first() {
-                Some(&first) if self.tied(layer) && layer > first => Home::Repeated,
-                Some(_) if self.tied(layer) && outside => Home::Apart,
-                _ => Home::Together,
-            };
-            match members.iter_mut().find(|m| (m.0, m.1) == (self.layers[layer], home)) {
-                Some(known) => known.2 += 1,
-                None => members.push((self.layers[layer], home, 1)),
+        for (layer, slots) in parts.iter().flat_map(|p| (p.start..p.end).map(|l| (l, p.slots))) {
+            let key = (self.layers[layer], self.home(layer, parts), slots);
+            match members.iter_mut().find(|m| (m.0, m.1, m.2) == key) {
+                Some(known) => known.3 += 1,
+                None => members.push((key.0, key.1, key.2, 1)),
             }
         }
         members
@@ -194,7 +258,7 @@ impl Tableau<'_> {
     /// No step ends sooner: one stage has the layer with the longest end.
     fn shortest_end(&self) -> u64 {
         let least = |kind: usize| {
-            let ends = self.menus.choices[kind].iter().flat_map(|c| Home::ALL.map(|h| c.terms(h).end));
+            let ends = self.menus.choices[kind].iter().flat_map(|c| Home::ALL.map(|h| c.share(h).end));
             ends.min().unwrap_or(0)
         };
         let sum: u64 = self.layers.iter().map(|&kind| least(kind)).sum();
@@ -203,13 +267,13 @@ impl Tableau<'_> {
 
     /// Spans that lie on a cut of all layers and could be part of a plan below `cut`, by least times alone.
     fn spans(&self, cut: u64) -> Vec<Span> {
-        let (stages, layers, m) = (self.menus.tuple.pp as usize, self.layers.len(), self.menus.tuple.micro_batches);
-        let least = |kind: usize| self.menus.choices[kind].iter().map(|c| c.terms(Home::Together).time).min().unwrap_or(0);
+        let (stages, layers, m) = (self.menus.tuple.pp as usize, self.layers.len(), self.repeats);
+        let least = |kind: usize| self.least_time(kind);
         let mut before = vec![0u64];
         for &kind in self.layers {
             before.push(before[before.len() - 1] + least(kind));
         }
-        let messages: u64 = (0..stages).map(|s| self.menus.least_message(s as u64)).sum();
+        let messages: u64 = (0..stages).map(|s| self.menus.least_border(s as u64).time).sum();
         let whole = before[layers] + messages + self.menus.constant;
         let mut all: Vec<Span> = Vec::new();
         let mut starts = BTreeSet::from([0]);
@@ -218,7 +282,7 @@ impl Tableau<'_> {
             for &start in &starts {
                 let ends = if stage + 1 == stages { layers..=layers } else { start + 1..=layers - (stages - stage - 1) };
                 for end in ends.filter(|&end| end > start) {
-                    let time = before[end] - before[start] + self.menus.message(stage as u64, end - 1);
+                    let time = before[end] - before[start] + self.menus.border(stage as u64, end - 1).time;
                     if whole + (m - 1) * time >= cut {
                         continue;
                     }
@@ -240,34 +304,44 @@ impl Tableau<'_> {
         kept
     }
 
-    /// How a span runs at its least time, if its end is at most `limit` and the plan may beat `cut`.
-    fn run(&mut self, span: Span, limit: u64, cut: u64) -> Result<Option<Run>, SolverFault> {
-        let stage = span.stage as u64;
-        let Some(room) = self.menus.room(self.budget, stage) else { return Ok(None) };
-        let (members, in_flight) = (self.members(span), self.menus.tuple.in_flight(stage));
-        let key = (members.clone(), in_flight, room);
+    /// The parts of a stage that holds one span of layers.
+    fn parts(&self, span: Span) -> Vec<Part> {
+        let slots = self.menus.slots[span.stage][0];
+        vec![Part { virtual_stage: span.stage as u64, start: span.start, end: span.end, slots }]
+    }
+
+    /// How a stage of these parts runs at its least time, if its end is at most `limit` and the plan may beat `cut`.
+    fn run(&mut self, stage: usize, parts: &[Part], limit: u64, cut: u64) -> Result<Option<Run>, SolverFault> {
+        let Some(room) = self.menus.room(self.budget, stage as u64) else { return Ok(None) };
+        let border: StageTime = parts.iter().map(|p| self.menus.border(p.virtual_stage, p.end - 1)).sum();
+        let Some(limit) = limit.checked_sub(border.end) else { return Ok(None) };
+        let members = self.members(parts);
+        let key = (members.clone(), room);
         // Limit and cut only come down: an answer that keeps them is still the answer, and so is that there is none.
         let known = self.known.get(&key).and_then(|all| all.iter().find(|(_, run)| run.as_ref().is_none_or(|r| r.end <= limit)).cloned());
         let run = match known {
             Some((_, run)) => run,
             None => {
-                let run = self.stage(&members, in_flight, room, limit, cut.saturating_sub(self.others(&members)))?;
+                let run = self.stage(&members, room, limit, cut.saturating_sub(self.others(&members)))?;
                 self.known.entry(key).or_default().push((limit, run.clone()));
                 run
             }
         };
-        let message = self.menus.message(stage, span.end - 1);
-        Ok(run.map(|run| Run { time: run.time + message, ..run }))
+        Ok(run.map(|run| Run { time: run.time + border.time, end: run.end + border.end, ..run }))
+    }
+
+    fn least_time(&self, kind: usize) -> u64 {
+        self.menus.choices[kind].iter().flat_map(|c| Home::ALL.map(|h| c.share(h).time)).min().unwrap_or(0)
     }
 
     /// The undominated choices of a kind.
-    fn columns(&mut self, kind: usize, home: Home, in_flight: u64) -> Vec<Column> {
+    fn columns(&mut self, kind: usize, home: Home, slots: Slots) -> Vec<Column> {
         let menu = &self.menus.choices[kind];
         let build = || {
             let column = |(choice, at): (&crate::menu::Choice, u32)| {
-                let terms = choice.terms(home);
-                let bytes = terms.states + in_flight * choice.frame;
-                Column { time: terms.time, end: terms.end, bytes, workspace: choice.workspace, ring: terms.ring, choice: at }
+                let (terms, share) = (choice.terms(home), choice.share(home));
+                let bytes = terms.states + slots.frames * choice.frame + slots.held * choice.held;
+                Column { time: share.time, end: share.end, bytes, workspace: choice.workspace, ring: terms.ring, choice: at }
             };
             let mut all: Vec<Column> = menu.iter().zip(0..).map(column).collect();
             all.sort_unstable();
@@ -279,19 +353,19 @@ impl Tableau<'_> {
             }
             kept
         };
-        self.columns.entry((kind, home, in_flight)).or_insert_with(build).clone()
+        self.columns.entry((kind, home, slots)).or_insert_with(build).clone()
     }
 
     /// What all layers but these take at least.
     fn others(&self, members: &[Members]) -> u64 {
-        let least = |kind: usize| self.menus.choices[kind].iter().map(|c| c.terms(Home::Together).time).min().unwrap_or(0);
+        let least = |kind: usize| self.least_time(kind);
         let all: u64 = self.layers.iter().map(|&kind| least(kind)).sum();
-        all - members.iter().map(|&(kind, _, count)| count as u64 * least(kind)).sum::<u64>() + self.menus.constant
+        all - members.iter().map(|&(kind, .., count)| count as u64 * least(kind)).sum::<u64>() + self.menus.constant
     }
 
-    /// A stage at its least time, whatever its largest workspace and ring; `joint` bounds `m · time + end` from above.
-    fn stage(&mut self, members: &[Members], in_flight: u64, room: u64, limit: u64, joint: u64) -> Result<Option<Run>, SolverFault> {
-        let columns: Vec<Vec<Column>> = members.iter().map(|&(kind, home, _)| self.columns(kind, home, in_flight)).collect();
+    /// A stage at its least time, whatever its largest workspace and ring; `joint` bounds `repeats · time + end` from above.
+    fn stage(&mut self, members: &[Members], room: u64, limit: u64, joint: u64) -> Result<Option<Run>, SolverFault> {
+        let columns: Vec<Vec<Column>> = members.iter().map(|&(kind, home, slots, _)| self.columns(kind, home, slots)).collect();
         let mut best: Option<Run> = None;
         for ring in sizes(&columns, |c| c.ring) {
             let mut before = 0;
@@ -304,7 +378,7 @@ impl Tableau<'_> {
                     continue;
                 }
                 let Some(free) = room.checked_sub(ring + workspace) else { break };
-                let program = Program { members, columns: &allowed, micro_batches: self.menus.tuple.micro_batches, free, limit, joint };
+                let program = Program { members, columns: &allowed, repeats: self.repeats, free, limit, joint };
                 if let Some(run) = program.solve(best.as_ref().map_or(u64::MAX, |b| b.time))? {
                     best = Some(run);
                 }
@@ -314,25 +388,26 @@ impl Tableau<'_> {
     }
 
     /// The plan whose stages are the spans of a path.
-    fn solution(&self, path: &[Span], runs: &BTreeMap<Span, Run>, objective: u64) -> Solution {
+    fn solution<'r>(&self, stages: impl Iterator<Item = (&'r Vec<Part>, &'r Run)>, objective: u64) -> Solution {
         let mut choices = vec![0; self.layers.len()];
-        for span in path {
-            // Which choices the layers of each kind and position have still to make.
-            let mut left: BTreeMap<(usize, Home), Vec<u32>> = BTreeMap::new();
-            for &((kind, home, _), choice, count) in &runs[span].counts {
-                left.entry((kind, home)).or_default().extend(std::iter::repeat_n(choice, count));
+        let mut all: Vec<Part> = Vec::new();
+        for (parts, run) in stages {
+            // Which choices the layers of each kind, position and slots have still to make.
+            let mut left: BTreeMap<(usize, Home, Slots), Vec<u32>> = BTreeMap::new();
+            for &((kind, home, slots, _), choice, count) in &run.counts {
+                left.entry((kind, home, slots)).or_default().extend(std::iter::repeat_n(choice, count));
             }
             left.values_mut().for_each(|choices| choices.sort_unstable_by(|a, b| b.cmp(a)));
-            let first = (span.start..span.end).find(|&l| self.tied(l));
-            for layer in span.start..span.end {
-                let repeated = self.tied(layer) && first.is_some_and(|f| layer > f);
-                let place = left.iter_mut().find(|((kind, home), _)| *kind == self.layers[layer] && (*home == Home::Repeated) == repeated);
-                if let Some(choice) = place.and_then(|(_, choices)| choices.pop()) {
+            for (layer, slots) in parts.iter().flat_map(|p| (p.start..p.end).map(|l| (l, p.slots))) {
+                let place = left.get_mut(&(self.layers[layer], self.home(layer, parts), slots));
+                if let Some(choice) = place.and_then(|choices| choices.pop()) {
                     choices[layer] = choice;
                 }
             }
+            all.extend(parts);
         }
-        Solution { objective, stages: path.iter().map(|s| (s.start, s.end - 1)).collect(), choices }
+        all.sort_unstable_by_key(|p| p.virtual_stage);
+        Solution { objective, stages: all.iter().map(|p| (p.start, p.end - 1)).collect(), choices }
     }
 }
 
@@ -340,22 +415,22 @@ impl Tableau<'_> {
 struct Program<'a> {
     members: &'a [Members],
     columns: &'a [Vec<Column>],
-    micro_batches: u64,
+    repeats: u64,
     /// Most bytes.
     free: u64,
     /// Longest end.
     limit: u64,
-    /// `m · time + end` must be below.
+    /// `repeats · time + end` must be below.
     joint: u64,
 }
 
 impl Program<'_> {
     /// The quickest way that takes less than `below`.
     fn solve(&self, below: u64) -> Result<Option<Run>, SolverFault> {
-        let m = self.micro_batches;
+        let m = self.repeats;
         let joint = |c: &Column| m * c.time + c.end;
         let sum = |of: &dyn Fn(&Column) -> u64, pick: fn(u64, u64) -> u64| -> u64 {
-            let each = self.members.iter().zip(self.columns).map(|(member, c)| member.2 as u64 * c.iter().map(of).reduce(pick).unwrap_or(0));
+            let each = self.members.iter().zip(self.columns).map(|(member, c)| member.3 as u64 * c.iter().map(of).reduce(pick).unwrap_or(0));
             each.sum()
         };
         // What no choice can keep needs no program.
@@ -369,7 +444,7 @@ impl Program<'_> {
                 .members
                 .iter()
                 .zip(self.columns)
-                .map(|(member, c)| c.iter().map(|_| variables.add(variable().integer().min(0.0).max(member.2 as f64))).collect())
+                .map(|(member, c)| c.iter().map(|_| variables.add(variable().integer().min(0.0).max(member.3 as f64))).collect())
                 .collect();
             let all = || counts.iter().zip(self.columns).flat_map(|(n, c)| n.iter().copied().zip(c));
             // Solvers work best with numbers near one.
@@ -378,7 +453,7 @@ impl Program<'_> {
             let mut model = variables.minimise(total(&|c| c.time, slowest)).using(default_solver);
             for (member, counts) in self.members.iter().zip(&counts) {
                 let chosen: Expression = counts.iter().sum();
-                model = model.with(constraint!(chosen == member.2 as f64));
+                model = model.with(constraint!(chosen == member.3 as f64));
             }
             // Rows that nothing could break are left out.
             let rows: [(&dyn Fn(&Column) -> u64, u64, u64); 4] = [

@@ -30,3 +30,4 @@ pub mod stage;
 pub mod stages;
 pub mod strategy;
 pub mod units;
+pub mod virtual_stages;

@@ -2,10 +2,12 @@
 //! are equal; a test holds them together.
 //!
 //! ```text
-//! arena = scalars + Σ_buckets state(zero) + in_flight · Σ_layers frame + boundary + max_layers workspace + 2 · max_layers ring(zero)
+//! arena = scalars + Σ_buckets state(zero) + Σ_layers (frames · frame + held · held) + boundary + max_layers workspace + 2 · max_layers ring(zero)
 //! ```
+//! over the layers of all virtual stages of the stage; `frames` and `held` are those of a layer's virtual stage ([`Slots`]).
 //! - *state*: parameters, master copy (16-bit compute types only), gradients, moments; each whole or one piece for each rank along data axes that do not shard the parameter, by ZeRO stage;
 //! - *frame* of a layer: its input and everything its backward pass reads (with full recompute: its input alone), one per micro-batch in flight;
+//! - *held* by a layer where backward passes come in halves: its cotangent and whatever else the weight half finds of the input half;
 //! - *workspace*: all other values of one layer, forward and backward, side by side (and with full recompute, what is computed again), and scratch; rounded up
 //!   to one of eight sizes in an octave ([`workspace_region`]), so that a search has few sizes to tell apart;
 //! - *ring*: two turns of gathered parameters (ZeRO 3) and of gradients before they are scattered (ZeRO 2 and 3), so that the next layer's gather
@@ -17,6 +19,7 @@
 use dplan_ir::dtype::DType;
 use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::optimizer::Optimizer;
+use dplan_ir::pipeline::{Pipeline, Slots};
 use dplan_ir::plan::Zero;
 use dplan_ir::program::{Role, align};
 
@@ -53,6 +56,8 @@ pub struct LayerBytes {
     pub buckets: Vec<BucketSize>,
     /// Per micro-batch in flight.
     pub frame: u64,
+    /// Per micro-batch between the halves of its backward pass.
+    pub held: u64,
     pub workspace: u64,
 }
 
@@ -113,15 +118,21 @@ pub fn ring_bytes(layer: &LayerBytes, mesh: &Mesh, zero: Zero, types: StateTypes
     [Role::Param, Role::Grad].into_iter().filter(|&r| in_pieces(r, zero)).map(whole).sum()
 }
 
-/// Buffers between layers and stages: two cotangents handed down layer by layer, and two turns of each message a stage sends or receives (what
-/// it receives forward goes straight into its first layer's frame).
-pub fn boundary_bytes(boundary: u64, stage: u64, stages: u64) -> u64 {
-    let (first, last) = (stage == 0, stage + 1 == stages);
-    let cotangents = 2;
-    let sent_forward = if last { 0 } else { 2 };
-    let received_backward = if last { 0 } else { 2 };
-    let sent_backward = if first { 0 } else { 2 };
-    (cotangents + sent_forward + received_backward + sent_backward) * align(boundary)
+/// Buffers between layers and stages: two cotangents handed down layer by layer, and two turns of each message a virtual stage sends or receives (what it receives
+/// forward goes straight into its first layer's frame). Where backward passes come in halves, cotangents that come in are held by the layers instead. Between
+/// virtual stages that share a stage nothing is sent.
+pub fn boundary_bytes(boundary: u64, pipeline: &Pipeline, stage: u64) -> u64 {
+    let parted = pipeline.parts_backward();
+    let cotangents = if parted { 0 } else { 2 };
+    let of = |c: u64| {
+        let elsewhere = |neighbour: u64| pipeline.stage_of(neighbour) != stage;
+        let (before, behind) = (c.checked_sub(1), Some(c + 1).filter(|&n| n < pipeline.all_virtual()));
+        let sent_forward = if behind.is_some_and(elsewhere) { 2 } else { 0 };
+        let received_backward = if behind.is_some() && !parted { 2 } else { 0 };
+        let sent_backward = if before.is_some_and(elsewhere) { 2 } else { 0 };
+        sent_forward + received_backward + sent_backward
+    };
+    (cotangents + pipeline.virtual_stages_of(stage).map(of).sum::<u64>()) * align(boundary)
 }
 
 /// Bytes of the workspace region where the layer with the largest workspace needs `bytes`: at most an eighth more. Monotone, so the largest of several
@@ -155,18 +166,17 @@ impl Arena {
 /// Where a stage stands and what crosses its borders.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct StagePosition {
+    pub pipeline: Pipeline,
     pub stage: u64,
-    pub stages: u64,
-    pub in_flight: u64,
     /// Largest layer boundary on one rank, bytes.
     pub boundary: u64,
 }
 
-/// The arena of a stage that runs `layers`.
-pub fn arena(layers: &[(&LayerBytes, Zero)], mesh: &Mesh, types: StateTypes, at: StagePosition) -> Arena {
+/// The arena of a stage that runs `layers`, each with what its virtual stage keeps.
+pub fn arena(layers: &[(&LayerBytes, Zero, Slots)], mesh: &Mesh, types: StateTypes, at: StagePosition) -> Arena {
     let mut tied_seen = false;
     let mut states = 0;
-    for (layer, zero) in layers {
+    for (layer, zero, _) in layers {
         for bucket in &layer.buckets {
             if !(bucket.tied && tied_seen) {
                 states += state_bytes(bucket.elems, bucket.ways(mesh), *zero, types);
@@ -177,9 +187,9 @@ pub fn arena(layers: &[(&LayerBytes, Zero)], mesh: &Mesh, types: StateTypes, at:
     Arena {
         scalars: scalar_bytes(),
         states,
-        frames: at.in_flight * layers.iter().map(|(l, _)| l.frame).sum::<u64>(),
-        boundary: boundary_bytes(at.boundary, at.stage, at.stages),
-        workspace: workspace_region(layers.iter().map(|(l, _)| l.workspace).max().unwrap_or(0)),
-        ring: 2 * layers.iter().map(|&(l, z)| ring_bytes(l, mesh, z, types)).max().unwrap_or(0),
+        frames: layers.iter().map(|(l, _, slots)| slots.frames * l.frame + slots.held * l.held).sum(),
+        boundary: boundary_bytes(at.boundary, &at.pipeline, at.stage),
+        workspace: workspace_region(layers.iter().map(|(l, ..)| l.workspace).max().unwrap_or(0)),
+        ring: 2 * layers.iter().map(|&(l, z, _)| ring_bytes(l, mesh, z, types)).max().unwrap_or(0),
     }
 }

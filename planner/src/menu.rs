@@ -1,11 +1,12 @@
 //! The choices of each kind of layer inside a tuple: an option with a ZeRO stage, as terms of the objective and of the arena.
 
-use crate::memory::workspace_region;
-use crate::memory::{boundary_bytes, scalar_bytes};
-use crate::objective::{Home, LayerSync, LayerTerms, Terms};
+use crate::memory::{LayerBytes, boundary_bytes, scalar_bytes, workspace_region};
+use crate::objective::{Home, LayerSync, LayerTerms, StageTime, Terms, border, share};
+use crate::options::Halves;
 use crate::prices::{Links, Offer, Prices};
-use crate::problem::Problem;
+use crate::problem::{Kind, Problem};
 use crate::space::Tuple;
+use dplan_ir::pipeline::Slots;
 use dplan_ir::plan::Zero;
 use dplan_ir::sharding::Sharding;
 use std::rc::Rc;
@@ -18,14 +19,20 @@ pub struct Choice {
     pub zero: Zero,
     /// By [`Home`]; all alike in a layer without tied parameters.
     terms: [LayerTerms; 3],
-    /// Bytes of each micro-batch in flight.
+    /// What they add to the objective.
+    shares: [StageTime; 3],
+    /// Bytes of each micro-batch in flight, and of each between the halves of its backward pass.
     pub frame: u64,
+    pub held: u64,
     pub workspace: u64,
 }
 
 impl Choice {
     pub fn terms(&self, home: Home) -> &LayerTerms {
         &self.terms[home as usize]
+    }
+    pub fn share(&self, home: Home) -> StageTime {
+        self.shares[home as usize]
     }
 }
 
@@ -37,11 +44,15 @@ pub type Tie = (Sharding, Zero);
 pub struct Menus {
     pub tuple: Tuple,
     pub offers: Vec<Rc<[Offer]>>,
+    /// By kind, as the offers; nothing where backward passes run in one piece.
+    halves: Vec<Rc<[Halves]>>,
     /// By kind.
     pub choices: Vec<Vec<Choice>>,
     /// By kind: whether its layers are homes of the tied parameter.
     pub tied: Vec<bool>,
-    /// Messages to the next stage, both ways: by stage, by size class of what crosses.
+    /// By stage, what each of its virtual stages keeps.
+    pub slots: Vec<Vec<Slots>>,
+    /// Nanoseconds of messages to the next virtual stage, both ways: by virtual stage, by size class of what crosses.
     messages: Vec<Vec<u64>>,
     /// For each layer but the last, the size class of what it hands on.
     crossing: Vec<usize>,
@@ -53,7 +64,8 @@ pub struct Menus {
 impl Menus {
     /// The menus of a tuple, or nothing if some layer cannot run in it at all.
     pub fn new(problem: &Problem, prices: &mut dyn Prices, tuple: Tuple) -> Option<Menus> {
-        let shape = tuple.shape();
+        let (shape, pipeline) = (tuple.shape(), tuple.pipeline());
+        let parted = pipeline.parts_backward();
         let mut offers = Vec::new();
         for kind in &problem.kinds {
             let all = prices.offers(kind.class, shape);
@@ -61,6 +73,11 @@ impl Menus {
                 return None;
             }
             offers.push(all);
+        }
+        let in_halves = |kind: &Kind, prices: &mut dyn Prices| if parted { prices.halves(kind.class, shape) } else { Rc::from([]) };
+        let halves: Vec<Rc<[Halves]>> = problem.kinds.iter().map(|kind| in_halves(kind, prices)).collect();
+        if parted && halves.iter().zip(&offers).any(|(h, o)| h.len() != o.len()) {
+            return None;
         }
         let last = problem.layers.len().saturating_sub(1) as u32;
         let sizes: Vec<u64> = (0..last).map(|layer| prices.boundary_bytes(layer, shape)).collect();
@@ -72,10 +89,16 @@ impl Menus {
         let mesh = tuple.mesh();
         let links: &dyn Links = prices;
         let terms = Terms { links, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 2.min(tuple.pp) };
-        let messages = (0..tuple.pp).map(|stage| distinct.iter().map(|&bytes| 2 * links.message(&mesh, stage, bytes).0).collect()).collect();
+        let message = |virtual_stage: u64| {
+            let (from, to) = (pipeline.stage_of(virtual_stage), pipeline.stage_of(virtual_stage + 1));
+            let time = |&bytes: &u64| if from == to { 0 } else { 2 * links.message(&mesh, from, to, bytes).0 };
+            distinct.iter().map(time).collect()
+        };
+        let messages = (0..pipeline.all_virtual() - 1).map(message).collect();
         let mut choices = Vec::new();
-        for (kind, offers) in problem.kinds.iter().zip(&offers) {
-            let zeros: Vec<Zero> = kind.zero.iter().copied().filter(|z| z.0 == 0 || tuple.dp * tuple.cp > 1).collect();
+        for ((kind, offers), halves) in problem.kinds.iter().zip(&offers).zip(&halves) {
+            let most = if parted { 1 } else { 3 };
+            let zeros: Vec<Zero> = kind.zero.iter().copied().filter(|z| z.0 == 0 || tuple.dp * tuple.cp > 1 && z.0 <= most).collect();
             // Many options have the same buckets.
             let mut syncs: Vec<(&Offer, Vec<[LayerSync; 3]>)> = Vec::new();
             let mut menu = Vec::new();
@@ -94,8 +117,15 @@ impl Menus {
                     syncs.len() - 1
                 });
                 for (&zero, sync) in zeros.iter().zip(&syncs[known].1) {
-                    let terms = sync.map(|s| s.terms(offer.option.forward, offer.option.backward));
-                    menu.push(Choice { offer: index, zero, terms, frame: bytes.frame, workspace: workspace_region(bytes.workspace) });
+                    let halves = halves.get(index as usize);
+                    let terms = sync.map(|s| match halves {
+                        Some(halves) => s.parted(offer.option.forward, halves.input, halves.weight),
+                        None => s.terms(offer.option.forward, offer.option.backward),
+                    });
+                    let shares = terms.map(|t| share(&pipeline, &t));
+                    let bytes = halves.map_or(bytes, |h| &h.bytes);
+                    let workspace = workspace_region(bytes.workspace);
+                    menu.push(Choice { offer: index, zero, terms, shares, frame: bytes.frame, held: bytes.held, workspace });
                 }
             }
             if menu.is_empty() {
@@ -106,22 +136,31 @@ impl Menus {
         let tied = offers.iter().map(|o| o.iter().any(|o| o.tie.is_some())).collect();
         let boundary = distinct.last().copied().unwrap_or(0);
         let constant = terms.constant(tuple.pp);
-        Some(Menus { tuple, offers, choices, tied, messages, crossing, boundary, constant })
+        let slots = (0..tuple.pp).map(|stage| pipeline.slots(stage)).collect();
+        Some(Menus { tuple, offers, halves, choices, tied, slots, messages, crossing, boundary, constant })
     }
 
-    /// Time of the messages from `stage` to the next, if `layer` is its last.
-    pub fn message(&self, stage: u64, layer: usize) -> u64 {
-        if stage + 1 == self.tuple.pp { 0 } else { self.messages[stage as usize][self.crossing[layer]] }
+    /// What an option needs in this tuple.
+    pub fn bytes(&self, kind: usize, choice: u32) -> &LayerBytes {
+        let offer = self.choices[kind][choice as usize].offer as usize;
+        self.halves[kind].get(offer).map_or(&self.offers[kind][offer].option.bytes, |h| &h.bytes)
     }
 
-    /// The least that messages of a stage can take.
-    pub fn least_message(&self, stage: u64) -> u64 {
-        if stage + 1 == self.tuple.pp { 0 } else { self.messages[stage as usize].iter().copied().min().unwrap_or(0) }
+    /// What the messages from a virtual stage to the next add, if `layer` is its last.
+    pub fn border(&self, virtual_stage: u64, layer: usize) -> StageTime {
+        let messages = self.messages.get(virtual_stage as usize).map_or(0, |by_size| by_size[self.crossing[layer]]);
+        border(&self.tuple.pipeline(), messages)
+    }
+
+    /// The least that the messages from a virtual stage can add.
+    pub fn least_border(&self, virtual_stage: u64) -> StageTime {
+        let messages = self.messages.get(virtual_stage as usize).and_then(|by_size| by_size.iter().copied().min());
+        border(&self.tuple.pipeline(), messages.unwrap_or(0))
     }
 
     /// Bytes left for layers in the arena of a stage.
     pub fn room(&self, budget: u64, stage: u64) -> Option<u64> {
-        budget.checked_sub(scalar_bytes() + boundary_bytes(self.boundary, stage, self.tuple.pp))
+        budget.checked_sub(scalar_bytes() + boundary_bytes(self.boundary, &self.tuple.pipeline(), stage))
     }
 
     /// Menus for each sharding and ZeRO stage of the tied parameter that all its homes can have; the menus themselves if nothing is tied.

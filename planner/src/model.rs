@@ -6,9 +6,9 @@
 //! - the *trend*: a sequence takes least time in the largest micro-batch, since launches, latencies and weights are shared by more of them: one pricing for each
 //!   degree bounds all micro-batches.
 
-use crate::lower::LowerError;
+use crate::lower::{BackwardPass, LowerError};
 use crate::machine::Machine;
-use crate::options::{Blueprint, Key, Pricing};
+use crate::options::{Blueprint, Halves, Key, Pricing};
 use crate::padding::candidates;
 use crate::prices::{Links, Offer, Prices, Shape};
 use crate::space::divisors;
@@ -16,6 +16,7 @@ use crate::units::{Bytes, Nanos};
 use dplan_ir::entity::ValueId;
 use dplan_ir::graph::{Graph, Layout};
 use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
+use dplan_ir::plan::Zero;
 use dplan_ir::program::Pattern;
 use dplan_ir::sharding::{Padded, local_type};
 use std::collections::BTreeMap;
@@ -36,6 +37,7 @@ pub struct Model<'a> {
     padded: BTreeMap<u64, Rc<[Padded]>>,
     offers: BTreeMap<(u32, Shape), Rc<[Offer]>>,
     priced: BTreeMap<(u32, Key), Rc<[Offer]>>,
+    halves: BTreeMap<(u32, Key), Rc<[Halves]>>,
     /// Bytes of each boundary.
     handed_on: BTreeMap<Shape, Vec<u64>>,
 }
@@ -60,6 +62,7 @@ impl<'a> Model<'a> {
             padded: BTreeMap::new(),
             offers: BTreeMap::new(),
             priced: BTreeMap::new(),
+            halves: BTreeMap::new(),
             handed_on: BTreeMap::new(),
         })
     }
@@ -99,8 +102,8 @@ impl Links for Model<'_> {
     fn across_stages(&self, mesh: &Mesh, axes: AxisSet, stages: u64, bytes: u64) -> Nanos {
         self.machine.across_stages(mesh, axes, stages, bytes)
     }
-    fn message(&self, mesh: &Mesh, stage: u64, bytes: u64) -> Nanos {
-        self.machine.message(mesh, stage, bytes)
+    fn message(&self, mesh: &Mesh, from: u64, to: u64, bytes: u64) -> Nanos {
+        self.machine.message(mesh, from, to, bytes)
     }
     fn sweep(&self, bytes: u64) -> Nanos {
         self.machine.sweep(bytes)
@@ -136,6 +139,24 @@ impl Prices for Model<'_> {
         };
         self.offers.insert((class, shape), Rc::clone(&all));
         all
+    }
+
+    /// By lowering every offer: parting needs the statements.
+    fn halves(&mut self, class: u32, shape: Shape) -> Rc<[Halves]> {
+        let (Some(pricing), Some(blueprint)) = (self.pricing(shape), self.blueprints.get(&class)) else { return Rc::from([]) };
+        let key = (class, blueprint.key(&pricing));
+        if let Some(known) = self.halves.get(&key) {
+            return Rc::clone(known);
+        }
+        let offers = self.offers(class, shape);
+        let layer = self.classes.iter().position(|&c| c == class).unwrap_or(0) as u32;
+        let lowered = pricing
+            .sharder(BackwardPass::Parted)
+            .and_then(|sharder| offers.iter().map(|o| pricing.halves(&sharder, layer, &o.option.plan(Zero(0)))).collect::<Result<Vec<_>, _>>());
+        // What is offered can be lowered; if not, it cannot run in halves.
+        let halves: Rc<[Halves]> = lowered.unwrap_or_default().into();
+        self.halves.insert(key, Rc::clone(&halves));
+        halves
     }
 
     fn floor(&mut self, class: u32, shape: Shape) -> Nanos {

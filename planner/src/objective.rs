@@ -1,14 +1,27 @@
 //! The objective: one function of a plan, in whole nanoseconds, and how each layer adds to it.
 //!
 //! ```text
-//! T = Σ_s t_s + (m − 1) · max_s t_s + max_s e_s + c
-//! t_s = Σ_layers t(option, zero) + messages over the border to stage s + 1, both ways
+//! T = Σ_s u_s + max_s (m · t_s − u_s) + max_s e_s + c      gpipe, 1f1b, where u = t
+//! T = Σ_s u_s + max_s (m · t_s − u_s + e_s) + c            interleaved, zb-h1, zb-v
+//! t_s = Σ_layers t(option, zero) + messages over the borders behind its virtual stages, both ways
 //! e_s = Σ_layers e(option, zero)
 //! ```
-//! with `m` micro-batches. `t` is what a micro-batch costs, `e` what the end of the step costs, `c` the reduction of loss and gradient norm.
-//! `T` is the makespan of a one-forward-one-backward pipeline of balanced stages. It bounds the longest path through the schedule from above where all stages share
-//! one ratio of backward to forward time; where ratios differ, as with recompute on some stages, the path can be a little longer.
-//! [`crate::simulate`] has the path itself, as a second number; tests hold the two together.
+//! with `m` micro-batches, over all layers of a stage, whichever of its virtual stages they are on. `t` is what a micro-batch costs, `e` what the end of the step costs, `c`
+//! the reduction of loss and gradient norm. The *ramp* `u` is what a stage makes the others wait for while the pipeline fills and drains. Of a layer with forward `f`,
+//! backward `b` (where it is parted: input half `b`, weight half `w`), and of messages `x` both ways, on `v` virtual stages a stage:
+//!
+//! ```text
+//! gpipe, 1f1b    u = f + b                          u(x) = x
+//! interleaved    u = (f + b) / v                    u(x) = x / v
+//! zb-h1          u = max(f + b − w, f, b)           u(x) = x
+//! zb-v           u = max(f / 2, b / 2, b − w)       u(x) = x / 2
+//! ```
+//! rounded up. For balanced virtual stages `T` is the makespan of the schedule (zb-v: where `f ≤ b` and `w ≤ b`). For 1f1b it bounds the longest path from above where
+//! all stages share one ratio of backward to forward time; where ratios differ, as with recompute on some stages, the path can be a little longer, and so it can where the
+//! virtual stages of a stage differ. [`crate::simulate`] has the path itself, as a second number, with its bounds; tests hold the two together.
+//!
+//! A search adds up two numbers ([`StageTime`]) and does not know which schedule they are of: `T = Σ time + (n − 1) · max time + max end + c`, with `t`, `e` and `n = m` for
+//! gpipe and 1f1b, and `u`, `m · t − u + e` and `n = 1` for the others.
 //!
 //! Of one layer with forward `f` and backward `b`, parameters `P` and gradients `G` (bytes of its buckets on one rank), over the ranks along data axes:
 //!
@@ -21,6 +34,8 @@
 //! e = rest(G/dp) + (update ∥ gather(P))                                ZeRO 2
 //! e = rest(G/dp) + update                                              ZeRO 3
 //! ```
+//! A parted backward pass hides the reduction beside its weight half alone: `w` stands in the place of `b` in `e`. It has ZeRO 0 or 1.
+//!
 //! `rest` sums what tensor parallelism left partial; `update` streams gradients, states and parameters through memory, once more for the norm.
 //! `x ∥ y = max(x, y) + 20 % · min(x, y)`: traffic beside compute is never free. A layer hides its own traffic and no more, so terms add up whatever the
 //! neighbours do, and a stage is a bag of layers.
@@ -32,7 +47,8 @@ use crate::memory::{BucketSize, LayerBytes, StateTypes, bucket_elems, in_pieces,
 use crate::prices::Links;
 use crate::units::Nanos;
 use dplan_ir::mesh::{AxisSet, Mesh};
-use dplan_ir::plan::{Clip, Zero};
+use dplan_ir::pipeline::Pipeline;
+use dplan_ir::plan::{Clip, Schedule, Zero};
 use dplan_ir::program::{Pattern, Role};
 
 /// Part of hidden traffic that still costs time: copies and reductions of a collective take memory bandwidth and cores from the compute they overlap.
@@ -44,20 +60,66 @@ pub fn beside(compute: u64, traffic: u64) -> u64 {
     compute.max(traffic) + (compute.min(traffic) * INTERFERENCE_PERCENT).div_ceil(100)
 }
 
-/// The parts of the objective that a stage decides.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+/// What a stage, or a part of one, adds to the objective.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct StageTime {
-    /// Of one micro-batch, messages to the next stage included.
+    /// Counts once for every stage, and again for the slowest.
     pub time: u64,
-    /// Of the end of a step.
+    /// Counts for the stage that has most of it.
     pub end: u64,
 }
 
-/// The objective of a plan with these stages.
-pub fn total(stages: &[StageTime], micro_batches: u64, constant: u64) -> u64 {
+impl std::ops::Add for StageTime {
+    type Output = StageTime;
+    fn add(self, other: StageTime) -> StageTime {
+        StageTime { time: self.time + other.time, end: self.end + other.end }
+    }
+}
+
+impl std::iter::Sum for StageTime {
+    fn sum<I: Iterator<Item = StageTime>>(items: I) -> StageTime {
+        items.fold(StageTime::default(), |a, b| a + b)
+    }
+}
+
+/// How often the slowest stage's `time` counts.
+pub fn repeats(pipeline: &Pipeline) -> u64 {
+    match pipeline.schedule {
+        Schedule::GPipe | Schedule::OneFOneB => pipeline.micro_batches,
+        Schedule::Interleaved | Schedule::ZbH1 | Schedule::ZbV => 1,
+    }
+}
+
+/// What a layer adds.
+pub fn share(pipeline: &Pipeline, layer: &LayerTerms) -> StageTime {
+    let &LayerTerms { forward: f, time, weight: w, end, .. } = layer;
+    let b = time - f - w;
+    let ramp = match pipeline.schedule {
+        Schedule::GPipe | Schedule::OneFOneB => time,
+        Schedule::Interleaved => time.div_ceil(pipeline.virtual_stages),
+        Schedule::ZbH1 => (f + b).saturating_sub(w).max(f).max(b),
+        Schedule::ZbV => f.max(b).div_ceil(2).max(b.saturating_sub(w)),
+    };
+    ramped(pipeline, ramp, time, end)
+}
+
+/// What messages over a border add, that take so long both ways.
+pub fn border(pipeline: &Pipeline, messages: u64) -> StageTime {
+    ramped(pipeline, messages.div_ceil(pipeline.virtual_stages), messages, 0)
+}
+
+fn ramped(pipeline: &Pipeline, ramp: u64, time: u64, end: u64) -> StageTime {
+    match pipeline.schedule {
+        Schedule::GPipe | Schedule::OneFOneB => StageTime { time, end },
+        Schedule::Interleaved | Schedule::ZbH1 | Schedule::ZbV => StageTime { time: ramp, end: pipeline.micro_batches * time - ramp + end },
+    }
+}
+
+/// The objective of a plan whose stages add this.
+pub fn total(stages: &[StageTime], pipeline: &Pipeline, constant: u64) -> u64 {
     let slowest = stages.iter().map(|s| s.time).max().unwrap_or(0);
     let end = stages.iter().map(|s| s.end).max().unwrap_or(0);
-    stages.iter().map(|s| s.time).sum::<u64>() + (micro_batches - 1) * slowest + end + constant
+    stages.iter().map(|s| s.time).sum::<u64>() + (repeats(pipeline) - 1) * slowest + end + constant
 }
 
 /// What all layers of a tuple share.
@@ -93,6 +155,8 @@ pub struct LayerTerms {
     pub forward: u64,
     /// Nanoseconds of each micro-batch.
     pub time: u64,
+    /// Of `time`: the weight half of a parted backward pass.
+    pub weight: u64,
     /// Nanoseconds at the end of a step.
     pub end: u64,
     /// Bytes of parameters, gradients and optimizer states.
@@ -130,20 +194,32 @@ struct Sync {
 impl LayerSync {
     /// What a layer with these buckets adds, if its passes take so long.
     pub fn terms(&self, forward: Nanos, backward: Nanos) -> LayerTerms {
-        let (f, b, every, once) = (forward.0, backward.0, &self.every, &self.once);
+        let (f, b, every) = (forward.0, backward.0, &self.every);
         let forward = if self.zero.0 == 3 { beside(f, every.gather) } else { f };
         let backward = match self.zero.0 {
             0 | 1 => b,
             2 => beside(b, every.reduce) + every.add,
             _ => beside(b, every.gather + every.reduce) + every.add,
         };
+        LayerTerms { forward, time: forward + backward, weight: 0, end: self.end(b), states: self.states, ring: self.ring }
+    }
+
+    /// The same with a backward pass in halves, at ZeRO 0 or 1.
+    pub fn parted(&self, forward: Nanos, input: Nanos, weight: Nanos) -> LayerTerms {
+        let (forward, time, weight) = (forward.0, forward.0 + input.0 + weight.0, weight.0);
+        LayerTerms { forward, time, weight, end: self.end(weight), states: self.states, ring: self.ring }
+    }
+
+    /// The end of a step, reductions hidden beside what the last backward pass computes.
+    fn end(&self, b: u64) -> u64 {
+        let once = &self.once;
         let end = match self.zero.0 {
             0 => beside(b, once.reduce) - b + once.update,
             1 => beside(b, once.reduce + once.rest) - b + beside(once.update, once.gather),
             2 => once.rest + beside(once.update, once.gather),
             _ => once.rest + once.update,
         };
-        LayerTerms { forward, time: forward + backward, end: end + once.late, states: self.states, ring: self.ring }
+        end + once.late
     }
 
     /// Nanoseconds more if gradients wait for the end of the backward pass and parameters are sent to all ranks at the start of the step.

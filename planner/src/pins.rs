@@ -88,6 +88,8 @@ pub struct Pins {
     pub ep: Allowed<u64>,
     pub micro_batch: Allowed<u64>,
     pub schedule: Allowed<Schedule>,
+    /// Virtual stages on each stage (`virtual`).
+    pub virtual_stages: Allowed<u64>,
     /// Whether tensor-parallel axes shard the sequences of layer boundaries, dim 1 (`sp`).
     pub boundary: Allowed<bool>,
     pub zero: PerLayer<Zero>,
@@ -124,10 +126,11 @@ impl Pins {
                 "ep" => pins.ep = Allowed::only(list(pin, values, count)?),
                 "micro" => pins.micro_batch = Allowed::only(list(pin, values, count)?),
                 "schedule" => pins.schedule = Allowed::only(list(pin, values, schedule)?),
+                "virtual" => pins.virtual_stages = Allowed::only(list(pin, values, count)?),
                 "sp" => pins.boundary = Allowed::only(list(pin, values, on_off)?),
                 "zero" => pins.zero.pin(range, list(pin, values, zero)?),
                 "recompute" => pins.recompute.pin(range, list(pin, values, recompute)?),
-                "etp" | "virtual" if values == "1" => {}
+                "etp" if values == "1" => {}
                 "offload" if values == "none" => {}
                 _ if KEYS.contains(&key) => return Err(PinError::NotYet(pin.into())),
                 _ => {
@@ -156,7 +159,7 @@ impl Pins {
     /// The keys that are pinned, and these pins without each of them.
     pub fn relaxations(&self) -> Vec<(&'static str, Pins)> {
         type Relax = fn(&mut Pins);
-        let keys: [(&'static str, bool, Relax); 10] = [
+        let keys: [(&'static str, bool, Relax); 11] = [
             ("dp", self.dp.is_pinned(), |p| p.dp = Allowed::ANY),
             ("tp", self.tp.is_pinned(), |p| p.tp = Allowed::ANY),
             ("pp", self.pp.is_pinned(), |p| p.pp = Allowed::ANY),
@@ -164,6 +167,7 @@ impl Pins {
             ("ep", self.ep.is_pinned(), |p| p.ep = Allowed::ANY),
             ("micro", self.micro_batch.is_pinned(), |p| p.micro_batch = Allowed::ANY),
             ("schedule", self.schedule.is_pinned(), |p| p.schedule = Allowed::ANY),
+            ("virtual", self.virtual_stages.is_pinned(), |p| p.virtual_stages = Allowed::ANY),
             ("sp", self.boundary.is_pinned(), |p| p.boundary = Allowed::ANY),
             ("zero", self.zero.is_pinned(), |p| p.zero = PerLayer::default()),
             ("recompute", self.recompute.is_pinned(), |p| p.recompute = PerLayer::default()),
@@ -218,6 +222,7 @@ impl fmt::Display for Pins {
             parts.extend(values.map(|v| format!("{key}={v}")));
         }
         parts.extend(self.schedule.values().map(|v| format!("schedule={}", join(v.iter().map(|s| s.name().to_string()).collect()))));
+        parts.extend(counts(&self.virtual_stages).map(|v| format!("virtual={v}")));
         parts.extend(
             self.boundary.values().map(|v| format!("sp={}", join(v.iter().map(|&on| if on { "on".into() } else { "off".to_string() }).collect()))),
         );
@@ -253,8 +258,8 @@ fn zero(value: &str) -> Option<Parsed<Zero>> {
 fn schedule(value: &str) -> Option<Parsed<Schedule>> {
     match Schedule::from_name(value) {
         Some(schedule) => Some(Ok(schedule)),
-        None if ["interleaved", "zb-h1", "zb-v", "pipedream"].contains(&value) => None,
-        None => Some(Err("a schedule: gpipe, 1f1b")),
+        None if value == "pipedream" => None,
+        None => Some(Err("a schedule: gpipe, 1f1b, interleaved, zb-h1, zb-v")),
     }
 }
 
@@ -288,12 +293,12 @@ mod tests {
         for text in [
             "",
             "dp=2,tp=1+2,pp=4,cp=1+2,ep=2,micro=1",
-            "schedule=gpipe+1f1b,sp=off",
+            "schedule=gpipe+1f1b+zb-v,virtual=1+2,sp=off",
             "zero=0+1,zero@0-11=3,recompute=none,recompute@4-4=selective+full",
         ] {
             assert_eq!(Pins::parse(text).unwrap().to_string(), text);
         }
-        assert_eq!(Pins::parse(" tp=2 , etp=1,offload=none, virtual=1").unwrap().to_string(), "tp=2");
+        assert_eq!(Pins::parse(" tp=2 , etp=1,offload=none, virtual=1").unwrap().to_string(), "tp=2,virtual=1");
     }
 
     #[test]
@@ -317,8 +322,8 @@ mod tests {
             ("zero@0-3=1,zero@2-5=3", "pins `zero@0-3=1` and `zero@2-5=3` contradict"),
             ("cp=0", "`0` is not a positive whole number"),
             ("offload=optimizer", "not supported yet"),
-            ("schedule=zb-h1", "not supported yet"),
-            ("schedule=fast", "gpipe, 1f1b"),
+            ("schedule=pipedream", "not supported yet"),
+            ("schedule=fast", "gpipe, 1f1b, interleaved, zb-h1, zb-v"),
             ("recompute=some", "`none`, `selective` or `full`"),
             ("sp=maybe", "`on` or `off`"),
         ] {

@@ -4,11 +4,11 @@
 //! the slowest stage, and add up to the step: what it computes, waits for traffic, spends on the optimizer, and waits for other stages (*bubble*).
 
 use crate::cost::comm::collective_time;
-use crate::lower::{LowerError, Sharder, plan_padding};
+use crate::lower::{BackwardPass, LowerError, plan_padding};
 use crate::machine::Machine;
 use crate::memory::{Arena, LayerBytes, StagePosition, StateTypes, arena};
-use crate::objective::{Home, StageTime, Terms, total};
-use crate::options::{LayerOption, Pricing};
+use crate::objective::{Home, StageTime, Terms, border, share, total};
+use crate::options::{Halves, LayerOption, Pricing};
 use crate::prices::Links;
 use crate::simulate::{StageWork, simulate};
 use crate::units::{Bytes, Nanos};
@@ -16,6 +16,7 @@ use dplan_ir::cost::{Unit, op_cost};
 use dplan_ir::entity::ValueId;
 use dplan_ir::graph::Graph;
 use dplan_ir::mesh::Mesh;
+use dplan_ir::pipeline::Slots;
 use dplan_ir::plan::{Plan, Zero};
 use dplan_ir::program::Pattern;
 use dplan_ir::reshard::Step;
@@ -67,18 +68,27 @@ pub struct Prediction {
     pub mfu: f64,
     pub memory: Vec<StageMemory>,
     pub parts: Parts,
+    /// Of each stage: a micro-batch with its messages, and the end of the step.
     pub stages: Vec<StageTime>,
-    /// What the simulation ran.
+    /// What the simulation ran: the virtual stages.
     pub works: Vec<StageWork>,
 }
 
 /// A priced layer.
 struct Layer {
     option: LayerOption,
+    /// Where backward passes come in halves.
+    halves: Option<Halves>,
     /// Nanoseconds of tensor-parallel collectives and copies, both passes.
     traffic: u64,
     /// Of one rank and micro-batch.
     flops: u64,
+}
+
+impl Layer {
+    fn bytes(&self) -> &LayerBytes {
+        self.halves.as_ref().map_or(&self.option.bytes, |h| &h.bytes)
+    }
 }
 
 /// # Errors
@@ -88,55 +98,66 @@ pub fn predict(graph: &Graph, classes: &[u32], machine: &Machine, plan: &Plan) -
     let pricing = Pricing::new(graph, machine, plan.degrees(), plan.micro_batch, plan.boundary, plan_padding(graph, &mesh, plan)?);
     let layers = priced(&pricing, classes, plan)?;
     let types = StateTypes { compute: plan.compute, optimizer: plan.optimizer };
-    let (p, m) = (plan.pp(), plan.micro_batches);
+    let pipeline = plan.pipeline();
+    let (p, m) = (pipeline.stages, pipeline.micro_batches);
     let terms = Terms { links: machine, mesh: &mesh, types, clip: plan.clip, homes: 2.min(p) };
     let constant = terms.constant(p);
     let crossing: Vec<u64> = boundaries(&pricing);
     let boundary = crossing.iter().copied().max().unwrap_or(0);
 
-    let tied: Vec<bool> = layers.iter().map(|l| l.option.bytes.buckets.iter().any(|b| b.tied)).collect();
+    let tied: Vec<bool> = layers.iter().map(|l| l.bytes().buckets.iter().any(|b| b.tied)).collect();
+    let stage_of: Vec<u64> = (0..layers.len() as u32).map(|l| plan.stage_of(l) as u64).collect();
     let mut stages = Vec::new();
-    let mut works = Vec::new();
+    let mut shares = Vec::new();
+    let mut works = vec![StageWork::default(); plan.stages.len()];
     let mut memory = Vec::new();
     let mut parts = Vec::new();
-    for (stage, cut) in (0..p).zip(&plan.stages) {
-        let range = cut.first as usize..=cut.last as usize;
-        let (mut time, mut work, mut part) = (StageTime::default(), StageWork::default(), Parts::default());
-        for at in range.clone() {
-            let (layer, zero) = (&layers[at], plan.layer(at as u32).zero);
-            let home = match tied[at] {
-                false => Home::Together,
-                true if (cut.first as usize..at).any(|l| tied[l]) => Home::Repeated,
-                true if (0..tied.len()).any(|l| tied[l] && !range.contains(&l)) => Home::Apart,
-                true => Home::Together,
-            };
-            let sync = terms.sync(&layer.option.bytes, zero, home);
-            let terms = sync.terms(layer.option.forward, layer.option.backward);
-            time.time += terms.time;
-            time.end += terms.end;
-            work.forward += terms.forward;
-            work.backward += terms.time - terms.forward;
-            let compute = layer.option.time().0 - layer.traffic;
-            part.compute += Nanos(m * compute);
-            part.optimizer += Nanos(sync.update());
-            part.exposed_comm += Nanos(m * (terms.time - compute) + terms.end - sync.update());
+    for stage in 0..p {
+        let (mut time, mut sum, mut part) = (StageTime::default(), StageTime::default(), Parts::default());
+        let mut bytes: Vec<(&LayerBytes, Zero, Slots)> = Vec::new();
+        for (c, slots) in pipeline.virtual_stages_of(stage).zip(pipeline.slots(stage)) {
+            let (cut, work) = (&plan.stages[c as usize], &mut works[c as usize]);
+            for at in cut.first as usize..=cut.last as usize {
+                let (layer, zero) = (&layers[at], plan.layer(at as u32).zero);
+                let home = match tied[at] {
+                    false => Home::Together,
+                    true if (0..at).any(|l| tied[l] && stage_of[l] == stage) => Home::Repeated,
+                    true if (0..tied.len()).any(|l| tied[l] && stage_of[l] != stage) => Home::Apart,
+                    true => Home::Together,
+                };
+                let sync = terms.sync(layer.bytes(), zero, home);
+                let terms = match &layer.halves {
+                    Some(halves) => sync.parted(layer.option.forward, halves.input, halves.weight),
+                    None => sync.terms(layer.option.forward, layer.option.backward),
+                };
+                time = time + StageTime { time: terms.time, end: terms.end };
+                sum = sum + share(&pipeline, &terms);
+                work.forward += terms.forward;
+                work.backward += terms.time - terms.forward - terms.weight;
+                work.weight += terms.weight;
+                let compute = layer.option.time().0 - layer.traffic;
+                part.compute += Nanos(m * compute);
+                part.optimizer += Nanos(sync.update());
+                part.exposed_comm += Nanos(m * (terms.time - compute) + terms.end - sync.update());
+                bytes.push((layer.bytes(), zero, slots));
+            }
+            let next = Some(c + 1).filter(|&n| n < pipeline.all_virtual()).map(|n| pipeline.stage_of(n)).filter(|&n| n != stage);
+            if let Some(next) = next {
+                work.message = machine.message(&mesh, stage, next, crossing[cut.last as usize]).0;
+                time.time += 2 * work.message;
+                sum = sum + border(&pipeline, 2 * work.message);
+                part.exposed_comm += Nanos(2 * m * work.message);
+            }
         }
-        if stage + 1 < p {
-            work.message = machine.message(&mesh, stage, crossing[cut.last as usize]).0;
-            time.time += 2 * work.message;
-            part.exposed_comm += Nanos(2 * m * work.message);
-        }
-        work.end = time.end;
-        let bytes: Vec<(&LayerBytes, Zero)> = range.map(|l| (&layers[l].option.bytes, plan.layer(l as u32).zero)).collect();
-        let in_flight = plan.schedule.in_flight(stage, p, m);
-        let arena = arena(&bytes, &mesh, types, StagePosition { stage, stages: p, in_flight, boundary });
+        let arena = arena(&bytes, &mesh, types, StagePosition { pipeline, stage, boundary });
         memory.push(StageMemory { arena, host: Bytes::ZERO, context: machine.device.context });
         stages.push(time);
-        works.push(work);
+        shares.push(sum);
         parts.push(part);
     }
 
-    let step = total(&stages, m, constant);
+    let step = total(&shares, &pipeline, constant);
+    let ends: Vec<u64> = stages.iter().map(|s| s.end).collect();
     let slowest = (0..stages.len()).rev().max_by_key(|&s| (stages[s].time, stages[s].end)).unwrap_or(0);
     let mut parts = parts[slowest];
     parts.exposed_comm += Nanos(constant);
@@ -150,7 +171,7 @@ pub fn predict(graph: &Graph, classes: &[u32], machine: &Machine, plan: &Plan) -
     let hardware = layers.iter().map(|l| l.flops as f64).sum::<f64>() * m as f64 / seconds / p as f64;
     Ok(Prediction {
         step: Nanos(step),
-        simulated: Nanos(simulate(&works, plan.schedule, m) + constant),
+        simulated: Nanos(simulate(&works, &ends, &pipeline) + constant),
         tokens_per_second,
         tokens_per_second_per_device: tokens_per_second / devices,
         model_flops_per_device: model,
@@ -165,7 +186,8 @@ pub fn predict(graph: &Graph, classes: &[u32], machine: &Machine, plan: &Plan) -
 
 /// Each layer's price; layers of one class and plan have one.
 fn priced(pricing: &Pricing<'_>, classes: &[u32], plan: &Plan) -> Result<Vec<std::rc::Rc<Layer>>, LowerError> {
-    let sharder = Sharder::new(pricing.graph, pricing.mesh.clone(), pricing.padded.clone(), pricing.boundary)?;
+    let backward_pass = BackwardPass::of(&plan.pipeline());
+    let sharder = pricing.sharder(backward_pass)?;
     let mut known: BTreeMap<(u32, u32), std::rc::Rc<Layer>> = BTreeMap::new();
     let mut layers = Vec::new();
     for (&class, at) in classes.iter().zip(0..) {
@@ -197,7 +219,11 @@ fn priced(pricing: &Pricing<'_>, classes: &[u32], plan: &Plan) -> Result<Vec<std
                 }
             }
         }
-        let layer = std::rc::Rc::new(Layer { traffic: traffic.min(option.time().0), option, flops });
+        let halves = match backward_pass {
+            BackwardPass::Whole => None,
+            BackwardPass::Parted => Some(pricing.halves(&sharder, at, plan.layer(at))?),
+        };
+        let layer = std::rc::Rc::new(Layer { halves, traffic: traffic.min(option.time().0), option, flops });
         known.insert(key, std::rc::Rc::clone(&layer));
         layers.push(layer);
     }

@@ -3,7 +3,7 @@
 
 use crate::cost::comm;
 use crate::machine::Machine;
-use crate::options::LayerOption;
+use crate::options::{Halves, LayerOption};
 use crate::units::{Bytes, Nanos};
 use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::program::Pattern;
@@ -38,8 +38,8 @@ pub trait Links {
     fn collective(&self, mesh: &Mesh, axes: AxisSet, pattern: Pattern, bytes: u64) -> Nanos;
     /// Time of an all-reduce over the same ranks of `stages` stages and `axes` of each.
     fn across_stages(&self, mesh: &Mesh, axes: AxisSet, stages: u64, bytes: u64) -> Nanos;
-    /// Time of a message from each rank of `stage` to the same rank of the next.
-    fn message(&self, mesh: &Mesh, stage: u64, bytes: u64) -> Nanos;
+    /// Time of a message from each rank of a stage to the same rank of another.
+    fn message(&self, mesh: &Mesh, from: u64, to: u64, bytes: u64) -> Nanos;
     /// Time to stream `bytes` through a device's memory.
     fn sweep(&self, bytes: u64) -> Nanos;
 }
@@ -54,6 +54,8 @@ pub trait Prices: Links {
     fn paddings(&mut self, tp: u64) -> u32;
     /// All ways of running a layer worth considering, or none if the shape is impossible for it.
     fn offers(&mut self, class: u32, shape: Shape) -> Rc<[Offer]>;
+    /// The same, in the same order, with backward passes in halves.
+    fn halves(&mut self, class: u32, shape: Shape) -> Rc<[Halves]>;
     /// No offer of the class takes less than this, forward and backward, in the shape, whatever its boundary and padding: found with little pricing.
     fn floor(&mut self, class: u32, shape: Shape) -> Nanos;
     /// Degrees of context parallelism that leave every rank a block of at least so many positions.
@@ -78,8 +80,8 @@ impl Links for Machine {
     fn across_stages(&self, mesh: &Mesh, axes: AxisSet, stages: u64, bytes: u64) -> Nanos {
         comm::across_stages_time(self, mesh, axes, stages, Pattern::AllReduce, bytes)
     }
-    fn message(&self, mesh: &Mesh, stage: u64, bytes: u64) -> Nanos {
-        comm::p2p_time(self, mesh, stage, bytes)
+    fn message(&self, mesh: &Mesh, from: u64, to: u64, bytes: u64) -> Nanos {
+        comm::p2p_time(self, mesh, from, to, bytes)
     }
     fn sweep(&self, bytes: u64) -> Nanos {
         let device = &self.device;

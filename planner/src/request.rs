@@ -218,6 +218,7 @@ impl<'a> Planner<'a> {
             micro_batch: tuple.micro_batch,
             micro_batches: tuple.micro_batches,
             schedule: tuple.schedule,
+            virtual_stages: tuple.virtual_stages,
             boundary: tuple.boundary,
             stages: solution.stages.iter().map(|&(first, last)| StagePlan { first: first as u32, last: last as u32 }).collect(),
             options,

@@ -2,11 +2,14 @@
 //!
 //! The space of a request is every tuple with `dp · cp · tp · pp` = all devices, `dp · micro_batch · micro_batches` = the batch, at least one layer for each
 //! stage, `cp` a divisor of the sequence that leaves blocks of [`LEAST_BLOCK`] (unless it is pinned), `ep` a divisor of `dp` and of the experts, and `tp` at most
-//! [`MOST_TP`] (unless a pin asks for more); times every cut of the layers into `pp` stages; times every option and ZeRO stage of every layer.
+//! [`MOST_TP`] (unless a pin asks for more); for every schedule that is searched ([`searched`]) and whose pipeline is legal ([`Pipeline::refusal`]), with 2, 4, 8, …
+//! virtual stages on each stage where it has several, unless pinned; times every cut of the layers into `pp` stages (with several virtual stages, the cuts of
+//! [`crate::virtual_stages`]); times every option and ZeRO stage of every layer (ZeRO 0 and 1 where backward passes come in halves).
 
 use crate::pins::Pins;
 use crate::prices::{Prices, Shape};
 use dplan_ir::mesh::{Degrees, Mesh};
+use dplan_ir::pipeline::Pipeline;
 use dplan_ir::plan::Schedule;
 
 /// The widest tensor parallelism that is searched without a pin: the largest node sold has 72 devices on one fabric, and every matrix of a layer cut 64 ways is small.
@@ -31,6 +34,8 @@ pub struct Tuple {
     pub micro_batch: u64,
     pub micro_batches: u64,
     pub schedule: Schedule,
+    /// Virtual stages on each stage.
+    pub virtual_stages: u64,
     pub boundary: Option<u32>,
     pub padding: u32,
 }
@@ -46,15 +51,23 @@ impl Tuple {
     pub fn mesh(&self) -> Mesh {
         Mesh::of(self.degrees())
     }
-    /// Micro-batches whose activations a stage holds.
+    pub fn pipeline(&self) -> Pipeline {
+        let &Tuple { pp: stages, schedule, virtual_stages, micro_batches, .. } = self;
+        Pipeline { schedule, stages, virtual_stages, micro_batches }
+    }
+    /// Micro-batches of which every layer of a stage keeps its input, at least.
     pub fn in_flight(&self, stage: u64) -> u64 {
-        self.schedule.in_flight(stage, self.pp, self.micro_batches)
+        match self.schedule {
+            Schedule::GPipe | Schedule::OneFOneB | Schedule::ZbH1 => self.pipeline().slots(stage).iter().map(|s| s.frames).min().unwrap_or(1),
+            Schedule::Interleaved | Schedule::ZbV => 1,
+        }
     }
 }
 
 /// All tuples that the pins allow, in order.
 pub fn tuples(prices: &mut dyn Prices, devices: u64, batch: u64, pins: &Pins) -> Vec<Tuple> {
     let mut all = Vec::new();
+    let layers = prices.classes().len() as u64;
     for (degrees, pp) in layouts(prices, devices, pins) {
         let Degrees { dp, ep, cp, tp } = degrees;
         if !batch.is_multiple_of(dp) {
@@ -71,11 +84,11 @@ pub fn tuples(prices: &mut dyn Prices, devices: u64, batch: u64, pins: &Pins) ->
             })
             .collect();
         for micro_batch in divisors(per_rank).filter(|m| pins.micro_batch.allows(m)) {
-            for schedule in Schedule::ALL.into_iter().filter(|s| pins.schedule.allows(s)) {
+            let micro_batches = per_rank / micro_batch;
+            for Pipeline { schedule, virtual_stages, .. } in pipelines(layers, pp, micro_batches, pins) {
                 for &boundary in &boundaries {
                     for padding in 0..paddings {
-                        let micro_batches = per_rank / micro_batch;
-                        all.push(Tuple { pp, tp, cp, ep, dp, micro_batch, micro_batches, schedule, boundary, padding });
+                        all.push(Tuple { pp, tp, cp, ep, dp, micro_batch, micro_batches, schedule, virtual_stages, boundary, padding });
                     }
                 }
             }
@@ -83,6 +96,25 @@ pub fn tuples(prices: &mut dyn Prices, devices: u64, batch: u64, pins: &Pins) ->
     }
     all.sort_unstable();
     all
+}
+
+/// The schedules that are searched: gpipe and 1f1b, and those that are pinned, by name or by their virtual stages.
+pub fn searched(pins: &Pins) -> Vec<Schedule> {
+    let plain = |s: &Schedule| matches!(s, Schedule::GPipe | Schedule::OneFOneB);
+    let pinned = pins.schedule.is_pinned() || pins.virtual_stages.values().is_some_and(|v| v.iter().any(|&v| v > 1));
+    Schedule::ALL.into_iter().filter(|s| pins.schedule.allows(s) && (pinned || plain(s))).collect()
+}
+
+/// Every pipeline of so many stages and micro-batches that the pins allow, each virtual stage with a layer at least.
+fn pipelines(layers: u64, stages: u64, micro_batches: u64, pins: &Pins) -> Vec<Pipeline> {
+    let counts: Vec<u64> = match pins.virtual_stages.values() {
+        Some(pinned) => pinned.to_vec(),
+        None => std::iter::successors(Some(1), |v| Some(2 * v)).take_while(|v| v * stages <= layers).collect(),
+    };
+    let all = searched(pins)
+        .into_iter()
+        .flat_map(|schedule| counts.iter().map(move |&virtual_stages| Pipeline { schedule, stages, virtual_stages, micro_batches }));
+    all.filter(|p| p.refusal().is_none() && p.virtual_stages <= layers / stages).collect()
 }
 
 /// Every way of sharing out all devices that the pins allow: the ranks of a stage, and the number of stages.

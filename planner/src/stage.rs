@@ -1,4 +1,5 @@
-//! One stage: for a bag of layers in an arena of a given size, the Pareto set of (time of a micro-batch, time of the end of a step).
+//! One stage: for a bag of layers in an arena of a given size, the Pareto set of the two numbers that the objective adds up ([`crate::objective::StageTime`]): in a
+//! plain pipeline the time of a micro-batch and the time of the end of a step. With `n` repeats of the slowest, `n · time + end` bounds a stage's share from below.
 //!
 //! A multiple-choice knapsack with counts, for each bound on workspace and ring (of which an arena has one, for its largest layer). Three answers:
 //! - [`relaxed`](Store::relaxed): the linear relaxation: no way of running the bag is better;
@@ -11,18 +12,26 @@
 
 use crate::expansion::{Expansion, Staircase};
 use crate::menu::Choice;
-use crate::objective::Home;
+use crate::objective::{Home, StageTime};
 use crate::relaxation::{Hull, Lp, hull, lp};
+use dplan_ir::pipeline::Slots;
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 
-/// Layers of one kind in the same position towards the tied parameter.
+/// Layers of one kind, in the same position towards the tied parameter, on virtual stages that keep as many micro-batches.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Group {
     pub kind: usize,
     pub home: Home,
+    pub slots: Slots,
     pub count: usize,
+}
+
+impl Group {
+    fn place(&self) -> Place {
+        (self.kind, self.home, self.slots)
+    }
 }
 
 /// What is known about the rest of the plan while a stage is solved.
@@ -30,7 +39,8 @@ pub struct Group {
 pub struct Outlook {
     /// Only plans below this objective are wanted.
     pub cut: u64,
-    pub micro_batches: u64,
+    /// How often the slowest stage counts.
+    pub repeats: u64,
     /// The least that the other stages take together, the slowest of them, and their longest end of step.
     pub others: u64,
     pub slowest: u64,
@@ -39,9 +49,9 @@ pub struct Outlook {
 }
 
 impl Outlook {
-    /// No plan with a stage that takes at least this much is better. `joint` bounds `m · time + end` from below.
+    /// No plan with a stage that takes at least this much is better. `joint` bounds `n · time + end` from below.
     pub fn bound(&self, time: u64, end: u64, joint: u64) -> u64 {
-        let apart = time + (self.micro_batches - 1) * time.max(self.slowest) + end.max(self.end);
+        let apart = time + (self.repeats - 1) * time.max(self.slowest) + end.max(self.end);
         self.others + self.constant + apart.max(joint)
     }
     pub fn hopeful(&self, time: u64, end: u64, joint: u64) -> bool {
@@ -70,7 +80,7 @@ pub struct Front {
 pub struct Relaxed {
     pub time: u64,
     pub end: u64,
-    /// On `m · time + end`.
+    /// On `n · time + end`.
     pub joint: u64,
 }
 
@@ -79,17 +89,17 @@ pub struct Relaxed {
 pub(crate) struct Load {
     pub time: u64,
     pub end: u64,
-    /// States, and frames of all micro-batches in flight.
+    /// States, and what is kept of micro-batches.
     pub bytes: u64,
     pub workspace: u64,
     pub ring: u64,
 }
 
 impl Load {
-    fn of(choice: &Choice, home: Home, in_flight: u64) -> Load {
-        let terms = choice.terms(home);
-        let bytes = terms.states + in_flight * choice.frame;
-        Load { time: terms.time, end: terms.end, bytes, workspace: choice.workspace, ring: terms.ring }
+    fn of(choice: &Choice, home: Home, slots: Slots) -> Load {
+        let (terms, StageTime { time, end }) = (choice.terms(home), choice.share(home));
+        let bytes = terms.states + slots.frames * choice.frame + slots.held * choice.held;
+        Load { time, end, bytes, workspace: choice.workspace, ring: terms.ring }
     }
     fn arena(&self) -> u64 {
         self.bytes + self.workspace + self.ring
@@ -122,13 +132,13 @@ pub(crate) struct Shelf {
     pub joint: Hull,
 }
 
-/// One layer of a kind, at a home, with so many micro-batches in flight.
-type Place = (usize, Home, u64);
+/// One layer of a kind, at a home, on a virtual stage that keeps so much.
+type Place = (usize, Home, Slots);
 
 /// The choices of a tuple, arranged for stages.
 pub struct Store<'a> {
     menus: &'a [Vec<Choice>],
-    micro_batches: u64,
+    repeats: u64,
     items: RefCell<HashMap<Place, Rc<[Item]>>>,
     /// By place and bounds on ring and workspace; nothing if no way keeps them.
     shelves: RefCell<HashMap<(Place, u64, u64), Option<Rc<Shelf>>>>,
@@ -149,16 +159,16 @@ enum Workspaces {
 }
 
 impl<'a> Store<'a> {
-    pub fn new(menus: &'a [Vec<Choice>], micro_batches: u64) -> Store<'a> {
-        Store { menus, micro_batches, items: RefCell::default(), shelves: RefCell::default() }
+    pub fn new(menus: &'a [Vec<Choice>], repeats: u64) -> Store<'a> {
+        Store { menus, repeats, items: RefCell::default(), shelves: RefCell::default() }
     }
 
     /// Bounds on every way of running a bag in so much room; nothing if there is none.
-    pub fn relaxed(&self, bag: &[Group], in_flight: u64, room: u64) -> Option<Relaxed> {
+    pub fn relaxed(&self, bag: &[Group], room: u64) -> Option<Relaxed> {
         let mut best: Option<Relaxed> = None;
         let mut before = 0;
-        for ring in self.values(bag, in_flight, |l| l.ring) {
-            let Some(shelves) = self.shelves(bag, in_flight, ring, u64::MAX) else { continue };
+        for ring in self.values(bag, |l| l.ring) {
+            let Some(shelves) = self.shelves(bag, ring, u64::MAX) else { continue };
             let allowed: usize = shelves.iter().map(|s| s.allowed).sum();
             if allowed == std::mem::replace(&mut before, allowed) {
                 continue;
@@ -173,13 +183,13 @@ impl<'a> Store<'a> {
         best
     }
 
-    /// Ways of running a bag that fit and are nearly the best, `message` included in their times.
-    pub fn rounded(&self, bag: &[Group], in_flight: u64, room: u64, message: u64, outlook: &Outlook) -> Vec<Point> {
-        if let [Group { kind, home, count: 1 }] = *bag {
-            return self.single((kind, home, in_flight), room, message, outlook);
+    /// Ways of running a bag that fit and are nearly the best, `border` included in their times.
+    pub fn rounded(&self, bag: &[Group], room: u64, border: StageTime, outlook: &Outlook) -> Vec<Point> {
+        if let [group @ Group { count: 1, .. }] = bag {
+            return self.single(group.place(), room, border, outlook);
         }
         let mut points = Vec::new();
-        self.each_bound(bag, in_flight, room, message, outlook, Workspaces::Likely, |shelves, free, lp| {
+        self.each_bound(bag, room, border, outlook, Workspaces::Likely, |shelves, free, lp| {
             let mut chosen: Vec<(usize, Item, usize)> = Vec::new();
             for (at, (corners, shelf)) in lp.corners.iter().zip(shelves).enumerate() {
                 for &(corner, count) in corners.iter().filter(|c| c.1 > 0) {
@@ -189,7 +199,7 @@ impl<'a> Store<'a> {
             }
             self.fill(&mut chosen, shelves, free);
             let sum = |of: fn(&Load) -> u64| chosen.iter().map(|(_, (load, _), count)| *count as u64 * of(load)).sum::<u64>();
-            let (time, end) = (message + sum(|l| l.time), sum(|l| l.end));
+            let StageTime { time, end } = StageTime { time: sum(|l| l.time), end: sum(|l| l.end) } + border;
             let counts: Vec<(usize, u32, usize)> = chosen.iter().map(|&(at, (_, choice), count)| (at, choice, count)).collect();
             points.push(Point { time, end, counts: counts.into() });
         });
@@ -198,7 +208,7 @@ impl<'a> Store<'a> {
 
     /// Spends the bytes that rounding left: one layer after another takes the choice that saves most and still fits.
     fn fill(&self, chosen: &mut Vec<(usize, Item, usize)>, shelves: &[Rc<Shelf>], free: u64) {
-        let cost = |l: &Load| self.micro_batches * l.time + l.end;
+        let cost = |l: &Load| self.repeats * l.time + l.end;
         let mut used: u64 = chosen.iter().map(|(_, (load, _), count)| *count as u64 * load.bytes).sum();
         loop {
             let mut best: Option<(u64, usize, Item)> = None;
@@ -222,25 +232,25 @@ impl<'a> Store<'a> {
         }
     }
 
-    /// The Pareto set of a bag, `message` included in every time, as far as it can be part of a wanted plan.
-    pub fn front(&self, bag: &[Group], in_flight: u64, room: u64, message: u64, outlook: &Outlook) -> Front {
-        if let [Group { kind, home, count: 1 }] = *bag {
-            return Front { points: self.single((kind, home, in_flight), room, message, outlook), complete: true };
+    /// The Pareto set of a bag, `border` included in every time, as far as it can be part of a wanted plan.
+    pub fn front(&self, bag: &[Group], room: u64, border: StageTime, outlook: &Outlook) -> Front {
+        if let [group @ Group { count: 1, .. }] = bag {
+            return Front { points: self.single(group.place(), room, border, outlook), complete: true };
         }
         let mut front = Front { points: Vec::new(), complete: true };
-        self.each_bound(bag, in_flight, room, message, outlook, Workspaces::All, |shelves, free, lp| {
-            let expansion = Expansion::new(bag, shelves, free, lp.price, self.micro_batches, outlook);
-            front.complete &= expansion.run(message, &mut front.points);
+        self.each_bound(bag, room, border, outlook, Workspaces::All, |shelves, free, lp| {
+            let expansion = Expansion::new(bag, shelves, free, lp.price, self.repeats, outlook);
+            front.complete &= expansion.run(border, &mut front.points);
         });
         front.points = pareto(front.points);
         front
     }
 
     /// The Pareto set of one layer.
-    fn single(&self, place: Place, room: u64, message: u64, outlook: &Outlook) -> Vec<Point> {
+    fn single(&self, place: Place, room: u64, border: StageTime, outlook: &Outlook) -> Vec<Point> {
         let point = |&(load, choice): &Item| {
-            let (time, end) = (load.time + message, load.end);
-            let wanted = load.arena() <= room && outlook.hopeful(time, end, self.micro_batches * time + end);
+            let StageTime { time, end } = StageTime { time: load.time, end: load.end } + border;
+            let wanted = load.arena() <= room && outlook.hopeful(time, end, self.repeats * time + end);
             wanted.then(|| Point { time, end, counts: [(0, choice, 1)].into() })
         };
         pareto(self.items(place).iter().filter_map(point).collect())
@@ -251,9 +261,8 @@ impl<'a> Store<'a> {
     fn each_bound(
         &self,
         bag: &[Group],
-        in_flight: u64,
         room: u64,
-        message: u64,
+        border: StageTime,
         outlook: &Outlook,
         which: Workspaces,
         mut visit: impl FnMut(&[Rc<Shelf>], u64, &Lp),
@@ -262,18 +271,18 @@ impl<'a> Store<'a> {
             let free = room.checked_sub(ring.saturating_add(workspace))?;
             let joint = lp(bag, shelves, |s| &s.joint, free)?;
             let sum = |of: fn(&Load) -> u64| bag.iter().zip(shelves).map(|(g, s)| g.count as u64 * of(&s.least)).sum::<u64>();
-            let (time, end) = (sum(|l| l.time) + message, sum(|l| l.end));
-            outlook.hopeful(time, end, joint.value + self.micro_batches * message).then_some((free, joint))
+            let StageTime { time, end } = StageTime { time: sum(|l| l.time), end: sum(|l| l.end) } + border;
+            outlook.hopeful(time, end, joint.value + self.repeats * border.time + border.end).then_some((free, joint))
         };
         // Wider bounds that allow nothing new are no other bounds.
         let news = |shelves: &[Rc<Shelf>], before: &mut usize| {
             let allowed = shelves.iter().map(|s| s.allowed).sum();
             allowed != std::mem::replace(before, allowed)
         };
-        let workspaces = self.values(bag, in_flight, |l| l.workspace);
+        let workspaces = self.values(bag, |l| l.workspace);
         let mut rings_before = 0;
-        for ring in self.values(bag, in_flight, |l| l.ring) {
-            let Some(shelves) = self.shelves(bag, in_flight, ring, u64::MAX) else { continue };
+        for ring in self.values(bag, |l| l.ring) {
+            let Some(shelves) = self.shelves(bag, ring, u64::MAX) else { continue };
             let least = shelves.iter().map(|s| s.least.workspace).max().unwrap_or(0);
             if !news(&shelves, &mut rings_before) {
                 continue;
@@ -289,7 +298,7 @@ impl<'a> Store<'a> {
             let likely = |w: u64| w == used || w == least;
             let mut before = 0;
             for &workspace in workspaces.iter().filter(|&&w| w >= least && (which == Workspaces::All || likely(w))) {
-                let Some(shelves) = self.shelves(bag, in_flight, ring, workspace) else { continue };
+                let Some(shelves) = self.shelves(bag, ring, workspace) else { continue };
                 if news(&shelves, &mut before)
                     && let Some((free, joint)) = hopeful(&shelves, ring, workspace)
                 {
@@ -300,8 +309,8 @@ impl<'a> Store<'a> {
     }
 
     /// The values of one size among all ways of running the bag's layers, from the least that all of them can keep.
-    fn values(&self, bag: &[Group], in_flight: u64, of: fn(&Load) -> u64) -> Vec<u64> {
-        let items: Vec<Rc<[Item]>> = bag.iter().map(|g| self.items((g.kind, g.home, in_flight))).collect();
+    fn values(&self, bag: &[Group], of: fn(&Load) -> u64) -> Vec<u64> {
+        let items: Vec<Rc<[Item]>> = bag.iter().map(|g| self.items(g.place())).collect();
         let least = items.iter().map(|items| items.iter().map(|i| of(&i.0)).min().unwrap_or(0)).max().unwrap_or(0);
         let mut values: Vec<u64> = items.iter().flat_map(|items| items.iter().map(|i| of(&i.0))).filter(|&v| v >= least).collect();
         values.sort_unstable();
@@ -310,14 +319,14 @@ impl<'a> Store<'a> {
     }
 
     fn items(&self, place: Place) -> Rc<[Item]> {
-        let (kind, home, in_flight) = place;
-        Rc::clone(self.items.borrow_mut().entry(place).or_insert_with(|| undominated(&self.menus[kind], home, in_flight).into()))
+        let (kind, home, slots) = place;
+        Rc::clone(self.items.borrow_mut().entry(place).or_insert_with(|| undominated(&self.menus[kind], home, slots).into()))
     }
 
     /// The shelves of a bag's groups; nothing if one cannot keep the bounds.
-    fn shelves(&self, bag: &[Group], in_flight: u64, ring: u64, workspace: u64) -> Option<Vec<Rc<Shelf>>> {
+    fn shelves(&self, bag: &[Group], ring: u64, workspace: u64) -> Option<Vec<Rc<Shelf>>> {
         let one = |group: &Group| {
-            let place = (group.kind, group.home, in_flight);
+            let place = group.place();
             let mut known = self.shelves.borrow_mut();
             known.entry((place, ring, workspace)).or_insert_with(|| self.shelf(&self.items(place), ring, workspace)).clone()
         };
@@ -334,14 +343,14 @@ impl<'a> Store<'a> {
             }
         }
         let least = kept.iter().map(|i| i.0).reduce(|a, b| a.pick(b, u64::min))?;
-        let (time, joint) = (hull(&kept, |l| l.time), hull(&kept, |l| self.micro_batches * l.time + l.end));
+        let (time, joint) = (hull(&kept, |l| l.time), hull(&kept, |l| self.repeats * l.time + l.end));
         Some(Rc::new(Shelf { items: kept, allowed, least, time, joint }))
     }
 }
 
-/// The Pareto set of the ways of running one layer with so many micro-batches in flight.
-fn undominated(menu: &[Choice], home: Home, in_flight: u64) -> Vec<Item> {
-    let mut all: Vec<Item> = menu.iter().zip(0..).map(|(c, index)| (Load::of(c, home, in_flight), index)).collect();
+/// The Pareto set of the ways of running one layer on a virtual stage that keeps so much.
+fn undominated(menu: &[Choice], home: Home, slots: Slots) -> Vec<Item> {
+    let mut all: Vec<Item> = menu.iter().zip(0..).map(|(c, index)| (Load::of(c, home, slots), index)).collect();
     all.sort_unstable();
     let mut kept: Vec<Item> = Vec::new();
     for (load, choice) in all {
@@ -366,13 +375,13 @@ fn pareto(mut points: Vec<Point>) -> Vec<Point> {
 
 /// Groups in the order in which layers are added: the most numerous last.
 pub fn sorted(mut bag: Vec<Group>) -> Vec<Group> {
-    bag.sort_unstable_by_key(|g| (g.count, g.kind, g.home));
+    bag.sort_unstable_by_key(|g| (g.count, g.kind, g.home, g.slots));
     bag
 }
 
 /// The least arena that a bag can run in: for each bound on workspace and ring, every layer takes its least bytes.
-pub fn least_arena(menus: &[Vec<Choice>], bag: &[Group], in_flight: u64) -> u64 {
-    let sizes: Vec<Vec<Load>> = bag.iter().map(|g| sizes(&menus[g.kind], g.home, in_flight)).collect();
+pub fn least_arena(menus: &[Vec<Choice>], bag: &[Group]) -> u64 {
+    let sizes: Vec<Vec<Load>> = bag.iter().map(|g| sizes(&menus[g.kind], g.home, g.slots)).collect();
     let values = |of: fn(&Load) -> u64| {
         // No bound below what every layer needs at least is worth trying.
         let floor = sizes.iter().map(|group| group.iter().map(of).min().unwrap_or(0)).max().unwrap_or(0);
@@ -397,10 +406,10 @@ pub fn least_arena(menus: &[Vec<Choice>], bag: &[Group], in_flight: u64) -> u64 
 }
 
 /// The Pareto set of bytes, workspace and ring of one layer.
-fn sizes(menu: &[Choice], home: Home, in_flight: u64) -> Vec<Load> {
+fn sizes(menu: &[Choice], home: Home, slots: Slots) -> Vec<Load> {
     let mut kept: Vec<Load> = Vec::new();
     for choice in menu {
-        let load = Load { time: 0, end: 0, ..Load::of(choice, home, in_flight) };
+        let load = Load { time: 0, end: 0, ..Load::of(choice, home, slots) };
         if !kept.iter().any(|k| k.covers(&load)) {
             kept.retain(|k| !load.covers(k));
             kept.push(load);

@@ -7,12 +7,17 @@
 //! 3. *Exact*, in steps from the lower bound up to the incumbent: with every stage's Pareto set. A label is (sum of stage times, slowest stage, longest end of step); one that another matches in all three is dropped, and so is
 //!    one whose completion cannot beat the incumbent.
 //!
+//! With several virtual stages on each stage the layers of a stage are not next to each other, and a program over layers in order would have to remember them all:
+//! such tuples are cut in fewer ways ([`crate::virtual_stages`]).
+//!
 //! What a stage contains is a bag of layers, so stages with equal bags, room and outlook are solved once.
 
 use crate::expansion::Staircase;
 use crate::menu::{Choice, Menus};
-use crate::objective::{Home, StageTime, total};
+use crate::objective::{Home, StageTime, repeats, total};
 use crate::stage::{Front, Group, Outlook, Point, Relaxed, Store, least_arena, sorted};
+use crate::virtual_stages;
+use dplan_ir::pipeline::Slots;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
@@ -24,7 +29,7 @@ const STEPS: [u32; 4] = [6, 4, 2, 0];
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Solution {
     pub objective: u64,
-    /// First and last layer (inclusive) of each stage.
+    /// First and last layer (inclusive) of each virtual stage.
     pub stages: Vec<(usize, usize)>,
     /// For each layer, which choice of its kind's menu.
     pub choices: Vec<u32>,
@@ -41,27 +46,26 @@ pub struct Solved {
 
 /// A tuple, its layers, and bounds that do not depend on what is chosen.
 pub struct Stages<'a> {
-    menus: &'a Menus,
+    pub(crate) menus: &'a Menus,
     /// Kind of each layer.
-    layers: &'a [usize],
-    budget: u64,
-    /// Least time and end of each kind's layers.
-    least: Vec<(u64, u64)>,
-    /// Sums of least times over the first layers.
-    time_before: Vec<u64>,
-    end_before: Vec<u64>,
+    pub(crate) layers: &'a [usize],
+    pub(crate) budget: u64,
+    /// How often the slowest stage counts.
+    pub(crate) repeats: u64,
+    /// Least of what a layer of each kind adds.
+    least: Vec<StageTime>,
+    /// Sums of it over the first layers.
+    pub(crate) before: Vec<StageTime>,
     /// By kind: layers among the first ones.
     count_before: Vec<Vec<usize>>,
-    /// Sums of least messages over the first stages.
-    message_before: Vec<u64>,
-    store: Store<'a>,
+    /// Sums of least borders over the first virtual stages.
+    pub(crate) border_before: Vec<StageTime>,
+    pub(crate) store: Store<'a>,
     /// Room of each stage.
-    rooms: Vec<u64>,
-    bags: RefCell<HashMap<(usize, usize), Rc<[Group]>>>,
-    /// By bag, micro-batches in flight and room.
-    relaxations: RefCell<HashMap<(Rc<[Group]>, u64, u64), Option<Relaxed>>>,
-    /// By bag and micro-batches in flight.
-    least_arenas: RefCell<HashMap<(Rc<[Group]>, u64), u64>>,
+    pub(crate) rooms: Vec<u64>,
+    bags: RefCell<HashMap<(usize, usize, Slots), Rc<[Group]>>>,
+    relaxations: RefCell<HashMap<(Rc<[Group]>, u64), Option<Relaxed>>>,
+    least_arenas: RefCell<HashMap<Rc<[Group]>, u64>>,
 }
 
 struct Label {
@@ -79,7 +83,7 @@ struct Candidate {
     start: usize,
     end: usize,
     bag: Rc<[Group]>,
-    message: u64,
+    border: StageTime,
     outlook: Outlook,
     /// No plan with this stage is below this.
     bound: u64,
@@ -100,43 +104,38 @@ fn joined(a: Extremes, b: Extremes) -> Extremes {
 impl<'a> Stages<'a> {
     pub fn new(menus: &'a Menus, layers: &'a [usize], budget: u64) -> Stages<'a> {
         let least_of = |menu: &Vec<Choice>| {
-            let time = menu.iter().map(|c| c.terms(Home::Together).time).min().unwrap_or(0);
-            let end = menu.iter().flat_map(|c| Home::ALL.map(|h| c.terms(h).end)).min().unwrap_or(0);
-            (time, end)
+            let shares = || menu.iter().flat_map(|c| Home::ALL.map(|h| c.share(h)));
+            StageTime { time: shares().map(|s| s.time).min().unwrap_or(0), end: shares().map(|s| s.end).min().unwrap_or(0) }
         };
-        let least: Vec<(u64, u64)> = menus.choices.iter().map(least_of).collect();
-        let sums = |of: &dyn Fn(usize) -> u64| {
-            let mut sums = vec![0; layers.len() + 1];
-            for (at, &kind) in layers.iter().enumerate() {
-                sums[at + 1] = sums[at] + of(kind);
-            }
-            sums
-        };
-        let time_before = sums(&|kind| least[kind].0);
-        let end_before = sums(&|kind| least[kind].1);
+        let least: Vec<StageTime> = menus.choices.iter().map(least_of).collect();
+        let mut before = vec![StageTime::default()];
+        before.extend(layers.iter().scan(StageTime::default(), |sum, &kind| {
+            *sum = *sum + least[kind];
+            Some(*sum)
+        }));
         let mut count_before = vec![vec![0; layers.len() + 1]; menus.choices.len()];
         for (kind, counts) in count_before.iter_mut().enumerate() {
             for (at, &of) in layers.iter().enumerate() {
                 counts[at + 1] = counts[at] + usize::from(of == kind);
             }
         }
-        let mut message_before = vec![0];
-        for stage in 0..menus.tuple.pp {
-            message_before.push(message_before[stage as usize] + menus.least_message(stage));
+        let pipeline = menus.tuple.pipeline();
+        let mut border_before = vec![StageTime::default()];
+        for virtual_stage in 0..pipeline.all_virtual() {
+            border_before.push(border_before[virtual_stage as usize] + menus.least_border(virtual_stage));
         }
-        let store = Store::new(&menus.choices, menus.tuple.micro_batches);
-        let rooms = (0..menus.tuple.pp).map(|s| menus.room(budget, s).unwrap_or(0)).collect();
+        let repeats = repeats(&pipeline);
         Stages {
             menus,
             layers,
             budget,
+            repeats,
             least,
-            time_before,
-            end_before,
+            before,
             count_before,
-            message_before,
-            store,
-            rooms,
+            border_before,
+            store: Store::new(&menus.choices, repeats),
+            rooms: (0..menus.tuple.pp).map(|s| menus.room(budget, s).unwrap_or(0)).collect(),
             bags: RefCell::default(),
             relaxations: RefCell::default(),
             least_arenas: RefCell::default(),
@@ -145,11 +144,13 @@ impl<'a> Stages<'a> {
 
     /// The best plan below `cut`, if there is one.
     pub fn solve(&self, cut: u64) -> Solved {
+        if self.menus.tuple.virtual_stages > 1 {
+            return virtual_stages::solve(self, cut);
+        }
         let nothing = Solved { best: None, bound: cut };
         let Some(candidates) = self.relaxed(cut) else { return nothing };
         let rounded = self.combine(&candidates, cut, |store, stage, c| {
-            let (room, in_flight) = (self.rooms[stage], self.menus.tuple.in_flight(stage as u64));
-            let points = store.rounded(&c.bag, in_flight, room, c.message, &Outlook { cut, ..c.outlook });
+            let points = store.rounded(&c.bag, self.rooms[stage], c.border, &Outlook { cut, ..c.outlook });
             Rc::new(Front { points, complete: true })
         });
         let cut = rounded.as_ref().map_or(cut, |s| s.objective);
@@ -160,12 +161,12 @@ impl<'a> Stages<'a> {
             // Plans far below the cut are looked for first: what is found there is the best, and far fewer labels are hopeful.
             let near = low + ((cut - low) >> shift);
             let Some(candidates) = self.relaxed(near) else { continue };
-            let mut known: HashMap<(Rc<[Group]>, u64, u64, u64, Outlook), Rc<Front>> = HashMap::new();
+            let mut known: HashMap<(Rc<[Group]>, u64, StageTime, Outlook), Rc<Front>> = HashMap::new();
             let mut complete = true;
             let exact = self.combine(&candidates, near, |store, stage, c| {
-                let (room, in_flight) = (self.rooms[stage], self.menus.tuple.in_flight(stage as u64));
-                let key = (Rc::clone(&c.bag), in_flight, room, c.message, c.outlook);
-                let front = known.entry(key).or_insert_with(|| Rc::new(store.front(&c.bag, in_flight, room, c.message, &c.outlook)));
+                let room = self.rooms[stage];
+                let key = (Rc::clone(&c.bag), room, c.border, c.outlook);
+                let front = known.entry(key).or_insert_with(|| Rc::new(store.front(&c.bag, room, c.border, &c.outlook)));
                 complete &= front.complete;
                 Rc::clone(front)
             });
@@ -182,10 +183,10 @@ impl<'a> Stages<'a> {
     /// For each stage, the layers it may hold in a plan below the cut; nothing if there is no such plan.
     fn relaxed(&self, cut: u64) -> Option<Vec<Vec<Candidate>>> {
         let (stages, layers) = (self.menus.tuple.pp as usize, self.layers.len());
-        let (m, constant) = (self.menus.tuple.micro_batches, self.menus.constant);
+        let (n, constant) = (self.repeats, self.menus.constant);
         let earliest = self.earliest_starts()?;
         // All stages that could be reached, with what they take at least.
-        let mut table: Vec<Vec<(usize, usize, Rc<[Group]>, u64, Relaxed)>> = Vec::with_capacity(stages);
+        let mut table: Vec<Vec<(usize, usize, Rc<[Group]>, StageTime, Relaxed)>> = Vec::with_capacity(stages);
         let mut before: Vec<BTreeMap<usize, Extremes>> = vec![BTreeMap::from([(0, (0, 0, 0))])];
         for stage in 0..stages {
             let mut row = Vec::new();
@@ -194,31 +195,31 @@ impl<'a> Stages<'a> {
             for (&start, &so_far) in &before[stage] {
                 let first_end = if stage + 1 == stages { layers } else { earliest[stage + 1].max(start + 1) };
                 for end in first_end..=last_end {
-                    let inside = self.time_before[end] - self.time_before[start];
-                    if constant + self.time_before[layers] + (m - 1) * inside >= cut {
+                    let inside =
+                        StageTime { time: self.before[end].time - self.before[start].time, end: self.before[end].end - self.before[start].end };
+                    if constant + self.before[layers].time + (n - 1) * inside.time + inside.end >= cut {
                         // More layers only make it slower.
                         break;
                     }
-                    let message = self.menus.message(stage as u64, end - 1);
+                    let border = self.menus.border(stage as u64, end - 1);
                     let rest = self.rest(stage + 1, end);
                     let reach = |time: u64, ended: u64| {
                         let (sum, slowest, ends) = joined(joined(so_far, (time, time, ended)), rest);
-                        sum + (m - 1) * slowest + ends + constant
+                        sum + (n - 1) * slowest + ends + constant
                     };
-                    if reach(inside + message, 0) >= cut {
+                    if reach(inside.time + border.time, inside.end + border.end) >= cut {
                         continue;
                     }
-                    let bag = self.bag(start, end);
-                    let Some(mut relaxed) = self.relax(stage, &bag) else { break };
-                    relaxed.time += message;
-                    relaxed.joint += m * message;
+                    let bag = self.bag(stage, start, end);
+                    let Some(relaxed) = self.relax(stage, &bag) else { break };
+                    let relaxed = self.with_border(relaxed, border);
                     if reach(relaxed.time, relaxed.end) >= cut {
                         continue;
                     }
                     let here = joined(so_far, (relaxed.time, relaxed.time, relaxed.end));
                     let place = next.entry(end).or_insert(NOTHING);
                     *place = least(*place, here);
-                    row.push((start, end, bag, message, relaxed));
+                    row.push((start, end, bag, border, relaxed));
                 }
             }
             table.push(row);
@@ -239,11 +240,11 @@ impl<'a> Stages<'a> {
         }
         let mut candidates = Vec::with_capacity(stages);
         for (stage, row) in table.into_iter().enumerate() {
-            let wanted = row.into_iter().filter_map(|(start, end, bag, message, relaxed)| {
+            let wanted = row.into_iter().filter_map(|(start, end, bag, border, relaxed)| {
                 let (others, slowest, ended) = joined(*before[stage].get(&start)?, *behind[stage + 1].get(&end)?);
-                let outlook = Outlook { cut, micro_batches: m, others, slowest, end: ended, constant };
+                let outlook = Outlook { cut, repeats: n, others, slowest, end: ended, constant };
                 let bound = outlook.bound(relaxed.time, relaxed.end, relaxed.joint);
-                (bound < cut).then_some(Candidate { start, end, bag, message, outlook, bound })
+                (bound < cut).then_some(Candidate { start, end, bag, border, outlook, bound })
             });
             let wanted: Vec<Candidate> = wanted.collect();
             if wanted.is_empty() {
@@ -262,7 +263,7 @@ impl<'a> Stages<'a> {
         mut solve: impl FnMut(&Store<'a>, usize, &Candidate) -> Rc<Front>,
     ) -> Option<Solution> {
         let (stages, layers) = (candidates.len(), self.layers.len());
-        let (m, constant) = (self.menus.tuple.micro_batches, self.menus.constant);
+        let (n, constant) = (self.repeats, self.menus.constant);
         let mut done: Vec<BTreeMap<usize, Vec<Label>>> = Vec::with_capacity(stages);
         for (stage, row) in candidates.iter().enumerate() {
             let mut next: BTreeMap<usize, Vec<Label>> = BTreeMap::new();
@@ -281,7 +282,7 @@ impl<'a> Stages<'a> {
                     for point in &front.points {
                         let (sum, slowest, ended) = joined(so_far, (point.time, point.time, point.end));
                         let (whole, most, longest) = joined((sum, slowest, ended), rest);
-                        if whole + (m - 1) * most + longest + constant < cut {
+                        if whole + (n - 1) * most + longest + constant < cut {
                             let label = Label { sum, slowest, end: ended, start, from, point: point.clone() };
                             next.entry(end).or_default().push(label);
                         }
@@ -292,25 +293,34 @@ impl<'a> Stages<'a> {
             done.push(next);
         }
         let last = done[stages - 1].get(&layers)?;
-        let finished = |l: &Label| l.sum + (m - 1) * l.slowest + l.end;
+        let finished = |l: &Label| l.sum + (n - 1) * l.slowest + l.end;
         let best = (0..last.len()).min_by_key(|&i| finished(&last[i]))?;
         Some(self.trace(&done, best))
     }
 
     /// What a stage with these layers takes at least.
-    fn relax(&self, stage: usize, bag: &Rc<[Group]>) -> Option<Relaxed> {
-        let key = (Rc::clone(bag), self.menus.tuple.in_flight(stage as u64), self.rooms[stage]);
+    pub(crate) fn relax(&self, stage: usize, bag: &Rc<[Group]>) -> Option<Relaxed> {
+        let key = (Rc::clone(bag), self.rooms[stage]);
         if let Some(known) = self.relaxations.borrow().get(&key) {
             return *known;
         }
-        let relaxed = self.store.relaxed(bag, key.1, key.2);
+        let relaxed = self.store.relaxed(bag, key.1);
         self.relaxations.borrow_mut().insert(key, relaxed);
         relaxed
+    }
+
+    /// The same with messages.
+    pub(crate) fn with_border(&self, of: Relaxed, border: StageTime) -> Relaxed {
+        let StageTime { time, end } = border;
+        Relaxed { time: of.time + time, end: of.end + end, joint: of.joint + self.repeats * time + end }
     }
 
     /// The least number of bytes by which every plan of this tuple misses the budget (0 if one fits), and the stage that misses it by so many; nothing if that
     /// is `bound` or more.
     pub fn shortage(&self, bound: u64) -> Option<(u64, usize)> {
+        if self.menus.tuple.virtual_stages > 1 {
+            return virtual_stages::shortage(self, bound);
+        }
         let fits = |extra: u64| self.greedy_cut(self.budget.saturating_add(extra));
         let mut cuts = fits(bound.checked_sub(1)?)?;
         // The smallest number of extra bytes with which the greedy cut succeeds: exact, because a stage's least arena grows with its layers.
@@ -332,12 +342,16 @@ impl<'a> Stages<'a> {
 
     /// Bytes that a stage with these layers needs at least.
     fn least_stage_arena(&self, stage: usize, start: usize, end: usize) -> u64 {
-        let key = (self.bag(start, end), self.menus.tuple.in_flight(stage as u64));
-        if let Some(&known) = self.least_arenas.borrow().get(&key) {
+        self.least_arena(&self.bag(stage, start, end))
+    }
+
+    /// Bytes that a bag needs at least.
+    pub(crate) fn least_arena(&self, bag: &Rc<[Group]>) -> u64 {
+        if let Some(&known) = self.least_arenas.borrow().get(bag) {
             return known;
         }
-        let least = least_arena(&self.menus.choices, &key.0, key.1);
-        self.least_arenas.borrow_mut().insert(key, least);
+        let least = least_arena(&self.menus.choices, bag);
+        self.least_arenas.borrow_mut().insert(Rc::clone(bag), least);
         least
     }
 
@@ -367,11 +381,11 @@ impl<'a> Stages<'a> {
         let mut earliest = vec![layers; stages + 1];
         for stage in (0..stages).rev() {
             let room = self.menus.room(self.budget, stage as u64)?;
-            let in_flight = self.menus.tuple.in_flight(stage as u64);
+            let slots = self.menus.slots[stage][0];
             let of = |kind: usize| {
                 let menu = &self.menus.choices[kind];
                 let states = |c: &Choice| Home::ALL.map(|h| c.terms(h).states).into_iter().min().unwrap_or(0);
-                let bytes = menu.iter().map(|c| states(c) + in_flight * c.frame).min().unwrap_or(0);
+                let bytes = menu.iter().map(|c| states(c) + slots.frames * c.frame + slots.held * c.held).min().unwrap_or(0);
                 let workspace = menu.iter().map(|c| c.workspace).min().unwrap_or(0);
                 let ring = menu.iter().map(|c| c.terms(Home::Together).ring).min().unwrap_or(0);
                 (bytes, workspace, ring)
@@ -398,48 +412,40 @@ impl<'a> Stages<'a> {
         if over == 0 {
             return (0, 0, 0);
         }
-        let sum = self.time_before[layers] - self.time_before[start] + self.message_before[stages] - self.message_before[stage];
-        let ends = self.end_before[layers] - self.end_before[start];
+        let left = |sums: &[StageTime], from: usize, to: usize| (sums[to].time - sums[from].time, sums[to].end - sums[from].end);
+        let (times, ends) = left(&self.before, start, layers);
+        let (messages, late) = left(&self.border_before, stage, stages);
+        let sum = times + messages;
         let count = |kind: usize| self.count_before[kind][layers] - self.count_before[kind][start];
-        (sum, self.spread(over, sum, &count), ends.div_ceil(over as u64))
+        (sum, self.spread(over, sum, |least| least.time, &count), self.spread(over, ends + late, |least| least.end, &count))
     }
 
-    /// The slowest of `over` stages that share out a sum of times and layers of each kind: at least the mean, and the stage with most layers of a kind has its
-    /// share rounded up.
-    fn spread(&self, over: usize, sum: u64, count: &dyn Fn(usize) -> usize) -> u64 {
-        if over == 0 {
-            return 0;
-        }
-        let shares = (0..self.least.len()).map(|kind| count(kind).div_ceil(over) as u64 * self.least[kind].0);
+    /// The most of any of `over` stages that share out a sum and layers of each kind: at least the mean, and the stage with most layers of a kind has its share rounded up.
+    fn spread(&self, over: usize, sum: u64, of: fn(&StageTime) -> u64, count: &dyn Fn(usize) -> usize) -> u64 {
+        let shares = (0..self.least.len()).map(|kind| count(kind).div_ceil(over) as u64 * of(&self.least[kind]));
         shares.max().unwrap_or(0).max(sum.div_ceil(over as u64))
     }
 
     /// The layers from `start` to before `end`, as a bag.
-    fn bag(&self, start: usize, end: usize) -> Rc<[Group]> {
-        if let Some(known) = self.bags.borrow().get(&(start, end)) {
+    fn bag(&self, stage: usize, start: usize, end: usize) -> Rc<[Group]> {
+        let slots = self.menus.slots[stage][0];
+        if let Some(known) = self.bags.borrow().get(&(start, end, slots)) {
             return Rc::clone(known);
         }
-        let mut bag: Vec<Group> = Vec::new();
-        for layer in start..end {
-            let (kind, home) = (self.layers[layer], self.home(layer, start, end));
-            match bag.iter_mut().find(|g| g.kind == kind && g.home == home) {
-                Some(group) => group.count += 1,
-                None => bag.push(Group { kind, home, count: 1 }),
-            }
-        }
-        let bag: Rc<[Group]> = sorted(bag).into();
-        self.bags.borrow_mut().insert((start, end), Rc::clone(&bag));
+        let bag: Rc<[Group]> = bag((start..end).map(|layer| (self.layers[layer], self.home(layer, &[(start, end)]), slots))).into();
+        self.bags.borrow_mut().insert((start, end, slots), Rc::clone(&bag));
         bag
     }
 
-    /// How the homes of the tied parameter lie, seen from a layer on a stage.
-    pub fn home(&self, layer: usize, start: usize, end: usize) -> Home {
+    /// How the homes of the tied parameter lie, seen from a layer on a stage of these ranges of layers (ends exclusive), in order.
+    pub fn home(&self, layer: usize, stage: &[(usize, usize)]) -> Home {
         let tied = |l: usize| self.menus.tied[self.layers[l]];
+        let here = |l: usize| stage.iter().any(|&(start, end)| (start..end).contains(&l));
         if !tied(layer) {
             Home::Together
-        } else if (start..layer).any(tied) {
+        } else if (0..layer).any(|l| here(l) && tied(l)) {
             Home::Repeated
-        } else if (0..start).chain(end..self.layers.len()).any(tied) {
+        } else if (0..self.layers.len()).any(|l| !here(l) && tied(l)) {
             Home::Apart
         } else {
             Home::Together
@@ -452,14 +458,14 @@ impl<'a> Stages<'a> {
         let mut times = Vec::new();
         let mut choices = vec![0; self.layers.len()];
         let (mut end, mut at) = (self.layers.len(), best);
-        for row in done.iter().rev() {
+        for (stage, row) in done.iter().enumerate().rev() {
             let label = &row[&end][at];
             let start = label.start;
-            for (group, Group { kind, home, .. }) in self.bag(start, end).iter().enumerate() {
+            for (group, Group { kind, home, .. }) in self.bag(stage, start, end).iter().enumerate() {
                 let mut chosen: Vec<(u32, usize)> = label.point.counts.iter().filter(|c| c.0 == group).map(|c| (c.1, c.2)).collect();
                 chosen.sort_unstable();
                 let of_group = chosen.into_iter().flat_map(|(choice, count)| std::iter::repeat_n(choice, count));
-                let members = (start..end).filter(|&l| self.layers[l] == *kind && self.home(l, start, end) == *home);
+                let members = (start..end).filter(|&l| self.layers[l] == *kind && self.home(l, &[(start, end)]) == *home);
                 for (layer, choice) in members.zip(of_group) {
                     choices[layer] = choice;
                 }
@@ -469,7 +475,7 @@ impl<'a> Stages<'a> {
             (end, at) = (start, label.from);
         }
         stages.reverse();
-        let objective = total(&times, self.menus.tuple.micro_batches, self.menus.constant);
+        let objective = total(&times, &self.menus.tuple.pipeline(), self.menus.constant);
         Solution { objective, stages, choices }
     }
 }
@@ -479,4 +485,16 @@ fn pareto(labels: &mut Vec<Label>) {
     labels.sort_by_key(|l| (l.sum, l.slowest, l.end));
     let mut stairs = Staircase::default();
     labels.retain(|l| stairs.admits(l.slowest, l.end));
+}
+
+/// Layers as a bag: how many there are of each kind, home and slots.
+pub(crate) fn bag(layers: impl Iterator<Item = (usize, Home, Slots)>) -> Vec<Group> {
+    let mut bag: Vec<Group> = Vec::new();
+    for (kind, home, slots) in layers {
+        match bag.iter_mut().find(|g| (g.kind, g.home, g.slots) == (kind, home, slots)) {
+            Some(group) => group.count += 1,
+            None => bag.push(Group { kind, home, slots, count: 1 }),
+        }
+    }
+    sorted(bag)
 }

@@ -1,16 +1,19 @@
 //! The search against plain enumeration of everything: every tuple, every cut into stages, every option and ZeRO stage of every layer. The enumeration shares with the
-//! search the prices and the arena formula, and nothing else; the objective is written out again from its definition.
+//! search the prices and the arena formula, and nothing else; the objective, the places of virtual stages and what they keep are written out again from their
+//! definitions.
 
 mod drawn;
 
 use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
+use dplan_ir::pipeline::{Pipeline, Slots};
 use dplan_ir::plan::{Clip, Schedule, Zero};
 use dplan_ir::program::{Pattern, Role};
 use dplan_planner::baselines::baselines;
 use dplan_planner::certificate::check;
 use dplan_planner::infeasible;
 use dplan_planner::integer;
-use dplan_planner::memory::{self, LayerBytes, StagePosition, StateTypes, arena};
+use dplan_planner::memory::{self, StagePosition, StateTypes, arena};
+use dplan_planner::options::Halves;
 use dplan_planner::pins::Pins;
 use dplan_planner::prices::{Links, Offer, Prices, Shape};
 use dplan_planner::problem::Problem;
@@ -31,8 +34,103 @@ struct Setting<'a> {
     types: StateTypes,
     clip: Clip,
     mesh: Mesh,
+    order: Order,
+}
+
+/// Stages, virtual stages on each, and the order of micro-batches.
+#[derive(Clone, Copy)]
+struct Order {
+    schedule: Schedule,
     pp: u64,
+    v: u64,
     m: u64,
+}
+
+impl Order {
+    fn halves(&self) -> bool {
+        matches!(self.schedule, Schedule::ZbH1 | Schedule::ZbV)
+    }
+
+    fn place(&self, c: u64) -> u64 {
+        let round = c % self.pp;
+        if self.schedule == Schedule::ZbV && c >= self.pp { self.pp - 1 - round } else { round }
+    }
+
+    /// (frames, held) of the virtual stages of a stage, counted along the order of its passes.
+    fn kept(&self, stage: u64) -> Vec<(u64, u64)> {
+        // Passes as (F, I or W; virtual stage; micro-batch), in the words of PyTorch's schedules.
+        let Order { schedule, pp, v, m } = *self;
+        let mut passes: Vec<(char, u64, u64)> = Vec::new();
+        if schedule == Schedule::ZbV {
+            let mut count = std::collections::BTreeMap::new();
+            let mut pass = |what: char, nth: u64| {
+                let next = count.entry((what, nth)).or_insert(0);
+                passes.push((what, nth, *next));
+                *next += 1;
+            };
+            (0..2 * (pp - stage) - 1).for_each(|_| pass('F', 0));
+            (0..stage).for_each(|_| ['1', '0'].into_iter().for_each(|n| pass('F', u64::from(n == '1'))));
+            (0..pp - stage).for_each(|_| ['F', 'I', 'W'].into_iter().for_each(|what| pass(what, 1)));
+            let (mut first, mut second) = (2 * pp - 1 - stage, pp);
+            while second < first || first < m {
+                if first < m {
+                    pass('F', 0);
+                    first += 1;
+                }
+                [('I', 0), ('W', 0), ('F', 1), ('I', 1), ('W', 1)].into_iter().for_each(|(what, nth)| pass(what, nth));
+                second += 1;
+            }
+            (0..stage).for_each(|_| [0, 1].into_iter().for_each(|nth| pass('I', nth)));
+            (0..pp - stage).for_each(|_| ['I', 'W'].into_iter().for_each(|what| pass(what, 0)));
+            (0..stage).for_each(|_| pass('W', 1));
+            (0..stage).for_each(|_| pass('W', 0));
+        } else {
+            let all = v * m;
+            let of = |k: u64| if v == 1 { (0, k) } else { (k / pp % v, k / (pp * v) * pp + k % pp) };
+            let ahead = match schedule {
+                Schedule::GPipe => all,
+                _ if v == 1 => all.min(pp - 1 - stage),
+                _ => all.min((v - 1) * pp + 2 * (pp - 1 - stage)),
+            };
+            let late = if self.halves() { stage } else { 0 };
+            let (mut f, mut b, mut w) = (0, 0, 0);
+            while w < all {
+                if b < all {
+                    while f < all && f <= b + ahead {
+                        passes.push(('F', of(f).0, of(f).1));
+                        f += 1;
+                    }
+                    passes.push(('I', v - 1 - of(b).0, of(b).1));
+                    b += 1;
+                }
+                if b == all || b > w + late {
+                    passes.push(('W', v - 1 - of(w).0, of(w).1));
+                    w += 1;
+                }
+            }
+        }
+        let own: Vec<u64> = (0..pp * v).filter(|&c| self.place(c) == stage).collect();
+        let most = |nth: usize, begins: char, neighbour: Option<u64>| {
+            let beside = own.iter().position(|&c| Some(c) == neighbour);
+            let at = |what: char, nth: u64, i: u64| passes.iter().position(|p| *p == (what, nth, i)).unwrap();
+            let spans = (0..m).map(|i| {
+                let begun = [Some(nth), beside].into_iter().flatten().map(|n| at(begins, n as u64, i)).min().unwrap();
+                (begun, at('W', nth as u64, i))
+            });
+            let spans: Vec<(usize, usize)> = spans.collect();
+            (0..passes.len()).map(|t| spans.iter().filter(|s| (s.0..=s.1).contains(&t)).count() as u64).max().unwrap()
+        };
+        let held = |nth: usize| if self.halves() { most(nth, 'I', Some(own[nth] + 1)) } else { 0 };
+        (0..own.len()).map(|nth| (most(nth, 'F', own[nth].checked_sub(1)), held(nth))).collect()
+    }
+}
+
+/// Times of a layer: forward, backward (or its input half), weight half, and the end of the step.
+struct Times {
+    f: u64,
+    b: u64,
+    w: u64,
+    end: u64,
 }
 
 impl Setting<'_> {
@@ -40,9 +138,12 @@ impl Setting<'_> {
         self.types.dtype(role).size()
     }
 
-    /// (per micro-batch, end of step) of a layer. `shared`: its tied bucket was counted by an earlier layer of the stage; `split`: another stage has it too.
-    fn layer(&self, offer: &Offer, zero: u8, shared: bool, split: bool) -> (u64, u64) {
+    /// Times of a layer. `shared`: its tied bucket was counted by an earlier layer of the stage; `split`: another stage has it too.
+    fn layer(&self, offer: &Offer, halves: Option<&Halves>, zero: u8, shared: bool, split: bool) -> Times {
         let (f, b) = (offer.option.forward.0, offer.option.backward.0);
+        let (input, w) = halves.map_or((b, 0), |h| (h.input.0, h.weight.0));
+        // What a reduction at the end of the step hides beside.
+        let beside = if halves.is_some() { w } else { b };
         let (mut gather, mut scatter, mut add) = (0, 0, 0);
         let (mut reduce_end, mut rest_end, mut update, mut gather_end, mut late) = (0, 0, 0, 0, 0);
         for bucket in &offer.option.bytes.buckets {
@@ -85,13 +186,13 @@ impl Setting<'_> {
             }
             update += self.prices.sweep(bytes).0;
         }
-        let (time, end) = match zero {
-            0 => (f + b, overlapped(b, reduce_end + rest_end) - b + update),
-            1 => (f + b, overlapped(b, reduce_end + rest_end) - b + overlapped(update, gather_end)),
-            2 => (f + overlapped(b, scatter) + add, rest_end + overlapped(update, gather_end)),
-            _ => (overlapped(f, gather) + overlapped(b, gather + scatter) + add, rest_end + update),
+        let (f, b, end) = match zero {
+            0 => (f, input, overlapped(beside, reduce_end + rest_end) - beside + update),
+            1 => (f, input, overlapped(beside, reduce_end + rest_end) - beside + overlapped(update, gather_end)),
+            2 => (f, overlapped(b, scatter) + add, rest_end + overlapped(update, gather_end)),
+            _ => (overlapped(f, gather), overlapped(b, gather + scatter) + add, rest_end + update),
         };
-        (time, end + late)
+        Times { f, b, w, end: end + late }
     }
 }
 
@@ -118,9 +219,9 @@ fn enumerate(problem: &Problem, prices: &mut Drawn) -> Option<u64> {
                 boundaries.extend(prices.boundary_dims(tp).into_iter().map(Some));
                 for boundary in boundaries {
                     for padding in 0..prices.paddings(tp) {
-                        for schedule in Schedule::ALL.into_iter().filter(|s| problem.pins.schedule.allows(s)) {
+                        for order in orders(problem, layers as u64, pp, m) {
                             let shape = Shape { tp, cp: degrees.cp, ep: degrees.ep, micro_batch: micro, boundary, padding };
-                            let value = best_of_tuple(problem, prices, shape, pp, degrees, m, schedule);
+                            let value = best_of_tuple(problem, prices, shape, degrees, order);
                             best = [best, value].into_iter().flatten().min();
                         }
                     }
@@ -131,13 +232,35 @@ fn enumerate(problem: &Problem, prices: &mut Drawn) -> Option<u64> {
     best
 }
 
-fn best_of_tuple(problem: &Problem, prices: &mut Drawn, shape: Shape, pp: u64, degrees: Degrees, m: u64, schedule: Schedule) -> Option<u64> {
+fn orders(problem: &Problem, layers: u64, pp: u64, m: u64) -> Vec<Order> {
+    let mut all: Vec<(Schedule, u64)> = vec![(Schedule::GPipe, 1), (Schedule::OneFOneB, 1)];
+    if pp > 1 {
+        if m.is_multiple_of(pp) {
+            all.extend([2, 4, 8, 16].map(|v| (Schedule::Interleaved, v)));
+        }
+        all.extend((m >= pp).then_some((Schedule::ZbH1, 1)));
+        all.extend((m + 1 >= 2 * pp).then_some((Schedule::ZbV, 2)));
+    }
+    // Others than these two are searched where a pin asks for them.
+    if !problem.pins.schedule.is_pinned() && problem.pins.virtual_stages.values().is_none_or(|v| v.iter().all(|&v| v == 1)) {
+        all.truncate(2);
+    }
+    all.retain(|(schedule, v)| problem.pins.schedule.allows(schedule) && problem.pins.virtual_stages.allows(v) && v * pp <= layers);
+    all.into_iter().map(|(schedule, v)| Order { schedule, pp, v, m }).collect()
+}
+
+fn best_of_tuple(problem: &Problem, prices: &mut Drawn, shape: Shape, degrees: Degrees, order: Order) -> Option<u64> {
     let classes = prices.classes.clone();
     let count = classes.len();
     let offers: Vec<Rc<[Offer]>> = classes.iter().map(|&c| prices.offers(c, shape)).collect();
     let crossing: Vec<u64> = (0..count.saturating_sub(1)).map(|l| prices.boundary_bytes(l as u32, shape)).collect();
     let boundary = crossing.iter().copied().max().unwrap_or(0);
-    let zeros = if degrees.dp * degrees.cp == 1 { 0..=0 } else { 0..=3 };
+    let halves: Vec<Rc<[Halves]>> = classes.iter().map(|&c| if order.halves() { prices.halves(c, shape) } else { Rc::from([]) }).collect();
+    let zeros = match degrees.dp * degrees.cp {
+        1 => 0..=0,
+        _ if order.halves() => 0..=1,
+        _ => 0..=3,
+    };
     let ways: Vec<Vec<(usize, u8)>> = (0..count)
         .map(|l| {
             let all = (0..offers[l].len()).flat_map(|o| zeros.clone().map(move |z| (o, z)));
@@ -150,15 +273,19 @@ fn best_of_tuple(problem: &Problem, prices: &mut Drawn, shape: Shape, pp: u64, d
     if ways.iter().any(Vec::is_empty) {
         return None;
     }
-    let setting = Setting { prices, types: problem.types, clip: problem.clip, mesh: Mesh::of(degrees), pp, m };
+    let setting = Setting { prices, types: problem.types, clip: problem.clip, mesh: Mesh::of(degrees), order };
     let tied: Vec<usize> = (0..count).filter(|&l| offers[l].iter().any(|o| o.tie.is_some())).collect();
     let mut best = None;
-    for cuts in cuttings(count, pp as usize) {
+    for cuts in cuttings(count, (order.pp * order.v) as usize).into_iter().filter(|cuts| order.v == 1 || is_even(cuts)) {
         let mut pick = vec![0; count];
         loop {
-            let chosen: Vec<(&Offer, u8)> = (0..count).map(|l| (&offers[l][ways[l][pick[l]].0], ways[l][pick[l]].1)).collect();
-            if tied.iter().all(|&l| chosen[l].0.tie == chosen[tied[0]].0.tie && chosen[l].1 == chosen[tied[0]].1)
-                && let Some(value) = value(problem, &setting, &chosen, &cuts, &tied, &crossing, boundary, schedule)
+            let way = |l: usize| {
+                let (offer, zero) = ways[l][pick[l]];
+                (&offers[l][offer], halves[l].get(offer), zero)
+            };
+            let chosen: Vec<Way> = (0..count).map(way).collect();
+            if tied.iter().all(|&l| chosen[l].0.tie == chosen[tied[0]].0.tie && chosen[l].2 == chosen[tied[0]].2)
+                && let Some(value) = value(problem, &setting, &chosen, &cuts, &tied, &crossing, boundary)
             {
                 best = [best, Some(value)].into_iter().flatten().min();
             }
@@ -186,41 +313,59 @@ fn cuttings(count: usize, stages: usize) -> Vec<Vec<usize>> {
     all
 }
 
-#[allow(clippy::too_many_arguments)]
-fn value(
-    problem: &Problem,
-    setting: &Setting,
-    chosen: &[(&Offer, u8)],
-    cuts: &[usize],
-    tied: &[usize],
-    crossing: &[u64],
-    boundary: u64,
-    schedule: Schedule,
-) -> Option<u64> {
-    let (mut sum, mut slowest, mut longest) = (0, 0, 0);
-    for stage in 0..setting.pp {
-        let (start, end) = (cuts[stage as usize], cuts[stage as usize + 1]);
-        let in_flight = if schedule == Schedule::GPipe { setting.m } else { setting.m.min(setting.pp - stage) };
-        let bytes: Vec<(&LayerBytes, Zero)> = chosen[start..end].iter().map(|(o, z)| (&o.option.bytes, Zero(*z))).collect();
-        let at = StagePosition { stage, stages: setting.pp, in_flight, boundary };
-        if arena(&bytes, &setting.mesh, problem.types, at).total() > problem.budget {
+/// Whether all parts but the first and the last share their layers evenly, the i-th with ⌊(i + 1) r / n⌋ − ⌊i r / n⌋ of them.
+fn is_even(cuts: &[usize]) -> bool {
+    let parts = cuts.len() - 1;
+    let (n, r) = (parts - 2, cuts[parts - 1] - cuts[1]);
+    (0..n).all(|i| cuts[i + 2] - cuts[i + 1] == (i + 1) * r / n - i * r / n)
+}
+
+/// An offer, what it is in halves, and a ZeRO stage.
+type Way<'a> = (&'a Offer, Option<&'a Halves>, u8);
+
+fn value(problem: &Problem, setting: &Setting, chosen: &[Way], cuts: &[usize], tied: &[usize], crossing: &[u64], boundary: u64) -> Option<u64> {
+    let Order { schedule, pp, v, m } = setting.order;
+    let order = setting.order;
+    let pipeline = Pipeline { schedule, stages: pp, virtual_stages: v, micro_batches: m };
+    let place: Vec<u64> = (0..chosen.len()).map(|l| order.place((0..pp * v).find(|&c| cuts[c as usize + 1] > l).unwrap())).collect();
+    let (mut sum, mut slowest, mut longest, mut latest) = (0, 0, 0, 0);
+    for stage in 0..pp {
+        let kept = order.kept(stage);
+        let (mut layers, mut time, mut ramp, mut ends) = (Vec::new(), 0, 0, 0);
+        for (c, &(frames, held)) in (0..pp * v).filter(|&c| order.place(c) == stage).zip(&kept) {
+            let (start, end) = (cuts[c as usize], cuts[c as usize + 1]);
+            for l in start..end {
+                let (offer, halves, zero) = chosen[l];
+                layers.push((halves.map_or(&offer.option.bytes, |h| &h.bytes), Zero(zero), Slots { frames, held }));
+                let shared = tied.contains(&l) && tied.iter().any(|&t| t < l && place[t] == stage);
+                let split = tied.iter().any(|&t| place[t] != stage);
+                let Times { f, b, w, end } = setting.layer(offer, halves, zero, shared, split);
+                (time, ends) = (time + f + b + w, ends + end);
+                ramp += match schedule {
+                    Schedule::GPipe | Schedule::OneFOneB => f + b,
+                    Schedule::Interleaved => (f + b).div_ceil(v),
+                    Schedule::ZbH1 => [f + b - w.min(f + b), f, b].into_iter().max().unwrap(),
+                    Schedule::ZbV => [f.div_ceil(2), b.div_ceil(2), b - w.min(b)].into_iter().max().unwrap(),
+                };
+            }
+            if c + 1 < pp * v && order.place(c + 1) != stage {
+                let messages = 2 * setting.prices.message(&setting.mesh, stage, order.place(c + 1), crossing[end - 1]).0;
+                (time, ramp) = (time + messages, ramp + messages.div_ceil(v));
+            }
+        }
+        if arena(&layers, &setting.mesh, problem.types, StagePosition { pipeline, stage, boundary }).total() > problem.budget {
             return None;
         }
-        let (mut time, mut ends) = (0, 0);
-        for l in start..end {
-            let shared = tied.contains(&l) && tied.iter().any(|&t| (start..l).contains(&t));
-            let split = tied.iter().any(|t| !(start..end).contains(t));
-            let (t, e) = setting.layer(chosen[l].0, chosen[l].1, shared, split);
-            (time, ends) = (time + t, ends + e);
-        }
-        if stage + 1 < setting.pp {
-            time += 2 * setting.prices.message(&setting.mesh, stage, crossing[end - 1]).0;
-        }
-        (sum, slowest, longest) = (sum + time, slowest.max(time), longest.max(ends));
+        (sum, slowest, longest) = (sum + ramp, slowest.max(m * time - ramp), longest.max(ends));
+        latest = latest.max(m * time - ramp + ends);
     }
-    let scalar = setting.prices.across_stages(&setting.mesh, setting.mesh.all(), setting.pp, 8).0;
+    let scalar = setting.prices.across_stages(&setting.mesh, setting.mesh.all(), pp, 8).0;
     let scalars = if setting.clip == Clip::GlobalNorm { 2 } else { 1 };
-    Some(sum + (setting.m - 1) * slowest + longest + scalars * scalar)
+    let rest = match schedule {
+        Schedule::GPipe | Schedule::OneFOneB => slowest + longest,
+        Schedule::Interleaved | Schedule::ZbH1 | Schedule::ZbV => latest,
+    };
+    Some(sum + rest + scalars * scalar)
 }
 
 const DIMENSIONS: [&str; 11] = ["dp", "tp", "cp", "ep", "pp", "micro", "schedule", "boundary", "zero", "recompute", "tie"];
@@ -293,6 +438,39 @@ fn the_search_finds_what_enumeration_finds() {
         infeasible >= 10 && tied >= 20 && staged >= 20 && tight >= 20 && context >= 20 && experts >= 20,
         "{infeasible} infeasible, {tied} tied, {staged} staged, {tight} with ZeRO, {context} with contexts, {experts} with experts shared out"
     );
+}
+
+#[test]
+fn with_virtual_stages_and_backward_passes_in_halves_too() {
+    let mut best_with = std::collections::BTreeMap::new();
+    for seed in 0..250 {
+        let Instance { mut prices, problem } = instance(seed, 6, 2);
+        let pins = [
+            "schedule=interleaved+zb-v,zero=0",
+            "schedule=zb-h1,zero=0+1,recompute=none",
+            "schedule=interleaved+zb-h1+zb-v+1f1b,zero=0,recompute=full",
+            "virtual=2,zero=1",
+        ];
+        let pins = Pins::parse(pins[seed as usize % 4]).unwrap();
+        let limit = Some(problem.budget + prices.context().0);
+        let problem = Problem::new(&prices, problem.devices, problem.batch, problem.types, problem.clip, pins, limit);
+        let truth = enumerate(&problem, &mut prices);
+        let outcome = explore(&problem, &mut prices, &|| false);
+        let found = outcome.best.as_ref().map(|b| b.solution.objective);
+        assert_eq!(found, truth, "seed {seed}: {problem:?}");
+        assert!(outcome.statistics.proved, "seed {seed}");
+        if seed % 5 == 0 {
+            let by_programs = integer::explore(&problem, &mut prices, &|| false).unwrap().best;
+            assert_eq!(by_programs.map(|b| b.solution.objective), truth, "seed {seed}: integer programs");
+        }
+        let Some(best) = outcome.best else { continue };
+        let objective = best.solution.objective;
+        check(&problem, &mut prices, objective, objective, &outcome.closed).unwrap_or_else(|faults| panic!("seed {seed}: {faults:?}"));
+        *best_with.entry(best.menus.tuple.schedule).or_insert(0) += 1;
+    }
+    // Each schedule must be the best at times, or the instances prove little about it.
+    let often = [Schedule::Interleaved, Schedule::ZbH1, Schedule::ZbV].map(|s| best_with.get(&s).copied().unwrap_or(0));
+    assert!(often.iter().all(|&n| n >= 8), "{best_with:?}");
 }
 
 #[test]

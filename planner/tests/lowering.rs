@@ -4,6 +4,7 @@ mod zoo;
 
 use dplan_ir::entity::Id;
 use dplan_ir::graph::Graph;
+use dplan_ir::pipeline::Slots;
 use dplan_ir::plan::{Clip, Plan, Zero};
 use dplan_ir::program::{ALIGN, Channel, Content, Instr, Pattern, Program, Role, SegmentKind, StageProgram, Stream};
 use dplan_planner::lower::{self, Sharder};
@@ -37,15 +38,15 @@ fn the_arena_is_the_formula_to_the_byte() {
         let sharder = Sharder::of_plan(&graph, &plan).unwrap();
         let layers: Vec<LayerBytes> =
             (0..sharder.layers()).map(|l| sharder.layer(l, plan.layer(l)).unwrap().bytes(&graph, &sharder.mesh, &sharder.padded)).collect();
-        for (s, (stage, program)) in plan.stages.iter().zip(&program.stages).enumerate() {
-            let of_stage: Vec<(&LayerBytes, Zero)> = (stage.first..=stage.last).map(|l| (&layers[l as usize], plan.layer(l).zero)).collect();
+        let pipeline = plan.pipeline();
+        for (s, program) in program.stages.iter().enumerate() {
+            let mut of_stage: Vec<(&LayerBytes, Zero, Slots)> = Vec::new();
+            for (c, slots) in pipeline.virtual_stages_of(s as u64).zip(pipeline.slots(s as u64)) {
+                let cut = &plan.stages[c as usize];
+                of_stage.extend((cut.first..=cut.last).map(|l| (&layers[l as usize], plan.layer(l).zero, slots)));
+            }
             let types = StateTypes { compute: plan.compute, optimizer: plan.optimizer };
-            let position = StagePosition {
-                stage: s as u64,
-                stages: plan.pp(),
-                in_flight: plan.schedule.in_flight(s as u64, plan.pp(), plan.micro_batches),
-                boundary: sharder.boundary_bytes(),
-            };
+            let position = StagePosition { pipeline, stage: s as u64, boundary: sharder.boundary_bytes() };
             let formula = memory::arena(&of_stage, &plan.mesh(), types, position);
             let parts = [formula.scalars, formula.states, formula.frames, formula.boundary, formula.workspace, formula.ring];
             assert_eq!(program.regions.iter().map(|r| r.bytes).collect::<Vec<_>>(), parts, "{what} stage {s}");
@@ -93,11 +94,14 @@ fn what_one_stage_sends_the_next_receives() {
                     let sent = count(s, &|i| matches!(i, Instr::Send { to, channel: c, .. } if (*to as usize, *c) == (t, channel)));
                     let got = count(t, &|i| matches!(i, Instr::Recv { from, channel: c, .. } if (*from as usize, *c) == (s, channel)));
                     assert_eq!(sent, got, "{what} {s} -> {t} {channel:?}");
-                    let neighbours = match channel {
-                        Channel::Forward => s + 1 == t,
-                        Channel::Backward => t + 1 == s,
-                    };
-                    assert_eq!(sent as u64, if neighbours { plan.micro_batches } else { 0 }, "{what} {s} -> {t} {channel:?}");
+                    let pipeline = plan.pipeline();
+                    let borders = (1..pipeline.all_virtual()).map(|c| (pipeline.stage_of(c - 1) as usize, pipeline.stage_of(c) as usize));
+                    let borders = borders.filter(|&(before, behind)| match channel {
+                        Channel::Forward => (before, behind) == (s, t),
+                        Channel::Backward => (behind, before) == (s, t),
+                    });
+                    let expected = if s == t { 0 } else { borders.count() as u64 * plan.micro_batches };
+                    assert_eq!(sent as u64, expected, "{what} {s} -> {t} {channel:?}");
                 }
             }
         }
@@ -131,10 +135,11 @@ fn each_bucket_is_synchronised_as_its_zero_stage_says() {
                     instrs(stage, kind).iter().filter(of).count()
                 };
                 let homes = |s: &usize| {
-                    (plan.stages[*s].first..=plan.stages[*s].last)
+                    (0..graph.layer_count())
                         .filter(|l| {
                             graph.nodes.values().any(|n| {
-                                n.layer == *l
+                                plan.stage_of(*l) == *s
+                                    && n.layer == *l
                                     && n.phase == dplan_ir::graph::Phase::Forward
                                     && n.inputs.contains(&graph.params[bucket.members[0].param].value)
                             })
@@ -147,8 +152,11 @@ fn each_bucket_is_synchronised_as_its_zero_stage_says() {
                     1 => [0, 1],
                     _ => [uses, uses],
                 };
-                let kinds = [SegmentKind::Backward, SegmentKind::BackwardLast];
-                for (kind, expected) in kinds.into_iter().zip(scattered).filter(|(k, _)| *k == SegmentKind::BackwardLast || plan.micro_batches > 1) {
+                let (kind, last) = match plan.pipeline().parts_backward() {
+                    true => (SegmentKind::BackwardWeight, SegmentKind::BackwardWeightLast),
+                    false => (SegmentKind::Backward, SegmentKind::BackwardLast),
+                };
+                for (kind, expected) in [kind, last].into_iter().zip(scattered).filter(|(k, _)| *k == last || plan.micro_batches > 1) {
                     assert_eq!(count(kind, Pattern::ReduceScatter, Role::Grad), expected, "{what} stage {s} {id} zero {zero} {kind:?}");
                 }
                 let gathers = |kind| count(kind, Pattern::AllGather, Role::Param);

@@ -59,9 +59,16 @@ pub fn json(model: &Model, compiled: &Compiled, run: TrainingRun, took: f64) -> 
 /// Degrees, schedule, stages and the ways layers run, as JSON.
 pub fn chosen(file: &PlanFile) -> Value {
     let plan = &file.plan;
-    let stages: Vec<Value> = plan.stages.iter().map(|s| json!({ "layers": [s.first, s.last], "devices": plan.degrees().ranks() })).collect();
+    let pipeline = plan.pipeline();
+    // The layers of a stage with several virtual stages are not next to each other: `layers` then spans the first, `virtual_stages` has all.
+    let stage = |stage: u64| {
+        let cut = |c: u64| [plan.stages[c as usize].first, plan.stages[c as usize].last];
+        let own: Vec<[u32; 2]> = pipeline.virtual_stages_of(stage).map(cut).collect();
+        json!({ "layers": own[0], "virtual_stages": own, "devices": plan.degrees().ranks() })
+    };
+    let stages: Vec<Value> = (0..pipeline.stages).map(stage).collect();
     json!({
-        "dp": plan.dp, "tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "etp": 1, "pp": plan.pp(), "virtual": 1, "schedule": plan.schedule.name(),
+        "dp": plan.dp, "tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "etp": 1, "pp": plan.pp(), "virtual": plan.virtual_stages, "schedule": plan.schedule.name(),
         "micro_batch": plan.micro_batch, "micro_batches": plan.micro_batches, "sp": plan.boundary.is_some(), "stages": stages,
         "layers": (0..plan.layers.len() as u32).map(|l| {
             let o = plan.layer(l);
@@ -141,7 +148,8 @@ pub fn degrees(plan: &Plan) -> String {
         None => String::new(),
     };
     let degree = |name: &str, n: u64| if n > 1 { format!(" · {name} {n}") } else { String::new() };
-    format!("dp {}{}{} · tp {}{sp} · pp {}", plan.dp, degree("ep", plan.ep), degree("cp", plan.cp), plan.tp, plan.pp())
+    let chunks = if plan.virtual_stages > 1 { format!(" of {} virtual stages each", plan.virtual_stages) } else { String::new() };
+    format!("dp {}{}{} · tp {}{sp} · pp {}{chunks}", plan.dp, degree("ep", plan.ep), degree("cp", plan.cp), plan.tp, plan.pp())
 }
 
 /// Degrees, schedule, stages and the ways layers run.
@@ -167,7 +175,12 @@ pub fn choice(file: &PlanFile) -> String {
                 format!("{span} zero {} recompute {}", o.zero.0, o.recompute.name())
             })
             .collect();
-        let _ = writeln!(out, "  stage {at:<4} layers {}", runs.join("; "));
+        let place = if plan.virtual_stages > 1 {
+            format!("virtual stage {at:<3} on stage {}", plan.pipeline().stage_of(at as u64))
+        } else {
+            format!("stage {at:<4}")
+        };
+        let _ = writeln!(out, "  {place} layers {}", runs.join("; "));
     }
     out
 }

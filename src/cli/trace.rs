@@ -1,6 +1,6 @@
 //! `dplan trace`: the predicted timeline, for Perfetto or chrome://tracing.
 //!
-//! One process a stage, one thread a stream. Passes are named as PyTorch's pipeline schedules name them (`PP:0F3`: stage 0, forward, micro-batch 3), so
+//! One process a stage, one thread a stream. Passes are named as PyTorch's pipeline schedules name them (`PP:0F3`: virtual stage 0, forward, micro-batch 3), so
 //! that a predicted and a measured timeline can be laid over each other.
 
 use super::{Outcome, Result, output};
@@ -9,7 +9,7 @@ use crate::planfile::PlanFile;
 use anyhow::Context;
 use dplan_ir::layers;
 use dplan_planner::predict::predict;
-use dplan_planner::simulate::{Pass, spans};
+use dplan_planner::simulate::spans;
 use serde_json::{Value, json};
 use std::path::PathBuf;
 
@@ -31,19 +31,20 @@ pub fn run(args: Args) -> Result<Outcome> {
     let classes = layers::classes(&file.graph);
     let prediction = predict(&file.graph, &classes, &file.cluster, &file.plan).map_err(|e| anyhow::anyhow!("{}: {e}", args.plan.display()))?;
     let mut events: Vec<Value> = Vec::new();
-    let stages = spans(&prediction.works, file.plan.schedule, file.plan.micro_batches);
+    let pipeline = file.plan.pipeline();
+    let stages = spans(&prediction.works, &pipeline);
     for (stage, passes) in stages.iter().enumerate() {
-        let layers = &file.plan.stages[stage];
-        events.push(json!({ "ph": "M", "pid": stage, "name": "process_name", "args": { "name": format!("stage {stage}: layers {}-{}", layers.first, layers.last) } }));
+        let layers = |c: u64| format!("{}-{}", file.plan.stages[c as usize].first, file.plan.stages[c as usize].last);
+        let layers: Vec<String> = pipeline.virtual_stages_of(stage as u64).map(layers).collect();
+        events.push(
+            json!({ "ph": "M", "pid": stage, "name": "process_name", "args": { "name": format!("stage {stage}: layers {}", layers.join(", ")) } }),
+        );
         events.push(json!({ "ph": "M", "pid": stage, "tid": 0, "name": "thread_name", "args": { "name": "compute" } }));
         for span in passes {
-            let (letter, micro) = match span.pass {
-                Pass::Forward(m) => ('F', m),
-                Pass::Backward(m) => ('B', m),
-            };
-            events.push(complete(stage, &format!("PP:{stage}{letter}{micro}"), span.start, span.end - span.start));
+            let name = format!("PP:{}{}{}", span.virtual_stage, span.turn.pass.letter(), span.turn.micro_batch);
+            events.push(complete(stage, &name, span.start, span.end - span.start));
         }
-        let end = prediction.works[stage].end;
+        let end = prediction.stages[stage].end;
         if let Some(last) = passes.iter().map(|s| s.end).max()
             && end > 0
         {

@@ -45,6 +45,7 @@ pub fn plan(graph: &Graph, shape: Shape, batch: u64) -> Plan {
         micro_batch: shape.micro,
         micro_batches: batch / (shape.dp * shape.micro),
         schedule: Schedule::OneFOneB,
+        virtual_stages: 1,
         boundary: (shape.sequence && shape.tp > 1).then_some(1),
         stages: (0..shape.pp).map(|i| StagePlan { first: cut(i), last: cut(i + 1) - 1 }).collect(),
         options: (0..layers).map(option).collect(),

@@ -121,6 +121,11 @@ pub const PLANS: &[(&str, u32, &str)] = &[
     ("dp2 ep2 tp2 pp2", 8, "dp=2,ep=2,tp=2,pp=2,zero=2,recompute=full"),
     ("dp2 ep2 cp2", 4, "dp=2,ep=2,cp=2"),
     ("cp2 tp2 pp2 recompute", 8, "cp=2,tp=2,pp=2,sp=on,recompute=full"),
+    ("pp2 interleaved recompute", 2, "pp=2,schedule=interleaved,virtual=2,recompute=full,micro=2"),
+    ("dp2 pp2 interleaved zero3", 4, "dp=2,pp=2,schedule=interleaved,virtual=2,zero=3,micro=1"),
+    ("pp4 zb-h1", 4, "pp=4,schedule=zb-h1,micro=1"),
+    ("tp2 pp2 zb-v recompute", 4, "tp=2,pp=2,schedule=zb-v,recompute=full,micro=1"),
+    ("dp2 pp2 zb-v zero1", 4, "dp=2,pp=2,schedule=zb-v,zero=1,micro=1"),
 ];
 
 /// Compiles a small Llama with these pins, a batch of 8 and sequences of 8, into `dir`; gives the plan's path.

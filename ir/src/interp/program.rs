@@ -181,15 +181,8 @@ impl<'a> ProgramRun<'a> {
 
     /// The value of a scalar, on the first rank of the last stage that computes it.
     fn scalar(&self, scalar: Scalar) -> Option<f64> {
-        let is = |stage: &StageProgram, buffer: BufferId| stage.buffers[buffer].content == Content::Scalar(scalar);
-        let written = |stage: &StageProgram, instr: &Instr| match instr {
-            Instr::Run { outs, .. } => outs.iter().copied().find(|&b| is(stage, b)),
-            Instr::SquareSum { dst, .. } | Instr::AddInto { dst, .. } => Some(*dst).filter(|&b| is(stage, b)),
-            _ => None,
-        };
         self.program.stages.iter().enumerate().rev().find_map(|(index, stage)| {
-            let issues = stage.segments.values().flat_map(|s| &s.body);
-            let buffer = issues.into_iter().find_map(|issue| written(stage, &issue.instr))?;
+            let buffer = stage.accumulates(scalar)?;
             Some(self.read(index as u64 * self.program.mesh.ranks(), buffer, 0)[0])
         })
     }

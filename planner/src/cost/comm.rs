@@ -89,11 +89,11 @@ pub fn across_stages_time(machine: &Machine, mesh: &Mesh, axes: AxisSet, stages:
     group_time(machine, group, pattern, bytes)
 }
 
-/// Time of a message of `bytes` from each rank of `stage` to the same rank of the next.
-pub fn p2p_time(machine: &Machine, mesh: &Mesh, stage: u64, bytes: u64) -> Nanos {
+/// Time of a message of `bytes` from each rank of a stage to the same rank of another.
+pub fn p2p_time(machine: &Machine, mesh: &Mesh, from: u64, to: u64, bytes: u64) -> Nanos {
     let ranks = mesh.ranks();
     let node = |rank: u64| rank / machine.per_node.max(1);
-    let inside = machine.nodes == 1 || node(stage * ranks) == node((stage + 2) * ranks - 1);
+    let inside = machine.nodes == 1 || node(from.min(to) * ranks) == node((from.max(to) + 1) * ranks - 1);
     message_time(if inside { machine.intra } else { machine.inter }, bytes)
 }
 
@@ -157,7 +157,7 @@ mod tests {
     fn neighbouring_stages_in_a_node_use_its_links() {
         let h100 = machine("h100", 8, 4);
         let mesh = Mesh::new(1, 4);
-        let times: Vec<Nanos> = (0..3).map(|s| p2p_time(&h100, &mesh, s, 1 << 20)).collect();
+        let times: Vec<Nanos> = (0..3).map(|s| p2p_time(&h100, &mesh, s, s + 1, 1 << 20)).collect();
         assert!(times[0] < times[1] && times[0] == times[2]);
     }
 }

@@ -4,13 +4,13 @@
 //! |---|---|
 //! | scalars | loss, squared norm, clip factor |
 //! | states | every role of every bucket, whole or this rank's piece |
-//! | frames | what the layers keep of a micro-batch; one slot for each in flight |
+//! | frames | of each virtual stage: what its layers keep of a micro-batch, one slot for each in flight; what they hold between the halves of a backward pass |
 //! | boundary | two cotangents handed down layer by layer; two turns of every message |
 //! | workspace | of one layer: forms of both passes, and scratch; all layers begin at the same place |
 //! | ring | two turns of whole parameters and gradients of layers that keep only pieces |
 
 use super::fragment::{Fragment, Storage};
-use super::stage::Stage;
+use super::stage::{Neighbour, Stage, VirtualStage};
 use crate::memory::{self, LayerBytes, bucket_elems, workspace_region};
 use dplan_ir::dtype::DType;
 use dplan_ir::entity::{BucketId, BufferId, FormId, ParamId, Table};
@@ -207,53 +207,78 @@ impl Arena {
         }
     }
 
-    fn frames(&mut self, stage: Stage<'_>, at: u64, bytes: &[LayerBytes]) -> u64 {
-        let stride: u64 = bytes.iter().map(|b| b.frame).sum();
+    fn frames(&mut self, stage: Stage<'_>, mut at: u64, bytes: &[LayerBytes]) -> u64 {
+        for virtual_stage in stage.virtual_stages {
+            let of_layers = &bytes[virtual_stage.layers.clone()];
+            let frames = (virtual_stage.slots.frames, of_layers.iter().map(|b| b.frame).sum());
+            at = self.slotted(stage, at, virtual_stage, &[Storage::Frame], frames);
+            let held = (virtual_stage.slots.held, of_layers.iter().map(|b| b.held).sum());
+            if held.0 > 0 {
+                at = self.slotted(stage, at, virtual_stage, &[Storage::Held, Storage::CotangentIn], held);
+            }
+        }
+        // What a layer hands over is made where the next one keeps it; so is what it hands down, where that is held.
+        for (position, next) in stage.virtual_stages.iter().flat_map(|v| next_layers(stage, v)) {
+            let (layer, behind) = (&stage.layers[position], &stage.layers[next]);
+            if let Some((output, input)) = layer.output.zip(behind.input) {
+                self.layers[position].forms[output] = self.layers[next].forms[input];
+            }
+            if let Some((out, cotangent)) = behind.cotangent_out.zip(layer.cotangent_in) {
+                self.layers[next].forms[out] = self.layers[position].forms[cotangent];
+            }
+        }
+        at
+    }
+
+    /// Lays out what a virtual stage keeps of each of so many micro-batches, so many bytes each.
+    fn slotted(&mut self, stage: Stage<'_>, at: u64, of: &VirtualStage, kinds: &[Storage], (slots, stride): (u64, u64)) -> u64 {
         let mut offset = at;
-        for (position, layer) in stage.layers.iter().enumerate() {
-            for form in layer.stored(Storage::Frame) {
+        for position in of.layers.clone() {
+            let layer = stage.layers[position];
+            for form in kinds.iter().flat_map(|&kind| layer.stored(kind)) {
                 let (buffer, size) = self.form(stage, layer, form, offset);
-                self.in_slots(buffer, stage.in_flight(), stride);
+                self.in_slots(buffer, slots, stride);
                 self.layers[position].forms[form] = Some(buffer);
                 offset += size;
             }
-            // What a layer hands over is made where the next one keeps it.
-            if let Some((before, input)) = position.checked_sub(1).zip(layer.input) {
-                let buffer = self.layers[position].forms[input];
-                if let Some(output) = stage.layers[before].output {
-                    self.layers[before].forms[output] = buffer;
-                }
-            }
         }
-        at + stride * stage.in_flight()
+        at + stride * slots
     }
 
     fn boundary(&mut self, stage: Stage<'_>, at: u64) -> u64 {
         let size = align(stage.sharder.boundary_bytes());
-        let last = stage.layers.len() - 1;
-        for (position, layer) in stage.layers.iter().enumerate().skip(1) {
-            if let (Some(out), Some(cotangent)) = (layer.cotangent_out, stage.layers[position - 1].cotangent_in) {
-                let (buffer, _) = self.form(stage, layer, out, at + size * (position as u64 % 2));
-                self.layers[position].forms[out] = Some(buffer);
-                self.layers[position - 1].forms[cotangent] = Some(buffer);
-            }
-        }
-        // Two turns of everything that is sent, and of what comes back; what comes forward goes into the first frame.
-        let mut messages = Vec::new();
-        if !stage.is_last() {
-            messages.extend([(last, stage.layers[last].output), (last, stage.layers[last].cotangent_in)]);
-        }
-        if stage.index > 0 {
-            messages.push((0, stage.layers[0].cotangent_out));
-        }
-        let mut offset = at + 2 * size;
-        for (position, form) in messages {
-            if let Some(form) = form {
-                let (buffer, _) = self.form(stage, &stage.layers[position], form, offset);
-                self.in_slots(buffer, 2, size);
-                self.layers[position].forms[form] = Some(buffer);
+        let parted = stage.pipeline().parts_backward();
+        let mut offset = at;
+        if !parted {
+            for position in stage.virtual_stages.iter().flat_map(|v| v.layers.clone().skip(1)) {
+                let layer = stage.layers[position];
+                if let (Some(out), Some(cotangent)) = (layer.cotangent_out, stage.layers[position - 1].cotangent_in) {
+                    let (buffer, _) = self.form(stage, layer, out, at + size * (position as u64 % 2));
+                    self.layers[position].forms[out] = Some(buffer);
+                    self.layers[position - 1].forms[cotangent] = Some(buffer);
+                }
             }
             offset += 2 * size;
+        }
+        // Two turns of everything that is sent, and of what comes back and is not held; what comes forward goes into the first frame.
+        for virtual_stage in stage.virtual_stages {
+            let (first, last) = (virtual_stage.first(), virtual_stage.last());
+            let mut messages = Vec::new();
+            if let Neighbour::Stage(_) = stage.behind(virtual_stage) {
+                messages.push((last, stage.layers[last].output));
+                messages.extend((!parted).then_some((last, stage.layers[last].cotangent_in)));
+            }
+            if let Neighbour::Stage(_) = stage.before(virtual_stage) {
+                messages.push((first, stage.layers[first].cotangent_out));
+            }
+            for (position, form) in messages {
+                if let Some(form) = form {
+                    let (buffer, _) = self.form(stage, stage.layers[position], form, offset);
+                    self.in_slots(buffer, 2, size);
+                    self.layers[position].forms[form] = Some(buffer);
+                }
+                offset += 2 * size;
+            }
         }
         offset
     }
@@ -317,4 +342,13 @@ impl Arena {
         }
         at + 2 * turn
     }
+}
+
+/// Each layer of a virtual stage with the one behind it, by position, where that is on the same stage.
+fn next_layers(stage: Stage<'_>, of: &VirtualStage) -> Vec<(usize, usize)> {
+    let mut pairs: Vec<(usize, usize)> = of.layers.clone().skip(1).map(|position| (position - 1, position)).collect();
+    if let Neighbour::Here(at) = stage.behind(of) {
+        pairs.push((of.last(), stage.virtual_stages[at].first()));
+    }
+    pairs
 }

@@ -7,6 +7,10 @@ use dplan_ir::rule::Label;
 pub enum LowerError {
     #[error("the graph has no backward pass: differentiate it first")]
     NotDifferentiated,
+    #[error("the schedule {schedule} needs {needs}")]
+    Pipeline { schedule: &'static str, needs: &'static str },
+    #[error("ZeRO {found} with the schedule {schedule}: gradients of a backward pass in halves stay whole until the end of the step, so ZeRO 0 or 1")]
+    PartedZero { schedule: &'static str, found: u8 },
     #[error("the graph has no loss")]
     NoLoss,
     #[error("layer {layer} hands no value to the next, or more than one")]

@@ -91,9 +91,9 @@ fn communicator(instr: &Instr) -> Option<Communicator> {
 
 impl Cells {
     fn new(program: &StageProgram, mesh: &Mesh) -> Cells {
-        let mut streams: Table<BufferId, u8> = Table::filled(program.buffers.len(), 0);
+        let mut streams: Table<BufferId, u16> = Table::filled(program.buffers.len(), 0);
         for issue in program.segments.values().flat_map(|s| &s.body) {
-            accesses(&issue.instr, |b, _| streams[b] |= 1 << issue.stream as u8);
+            accesses(&issue.instr, |b, _| streams[b] |= 1u16 << issue.stream as u16);
         }
         // Slots lie `slot_stride` apart for all buffers of a region, so slot 0 stands for each; a piece stands for all pieces.
         let range = |b: BufferId| {
@@ -127,10 +127,10 @@ impl Cells {
         }
         let cell = |offset: u64| starts.partition_point(|&s| s < offset) as u32;
         let of = program.buffers.map(|b, _| if streams[b] == 0 { 0..0 } else { cell(range(b).start)..cell(range(b).end) });
-        let mut users: BTreeMap<Communicator, u8> = BTreeMap::new();
+        let mut users: BTreeMap<Communicator, u16> = BTreeMap::new();
         for issue in program.segments.values().flat_map(|s| &s.body) {
             if let Some(communicator) = communicator(&issue.instr) {
-                *users.entry(communicator).or_default() |= 1 << issue.stream as u8;
+                *users.entry(communicator).or_default() |= 1u16 << issue.stream as u16;
             }
         }
         let shared = users.into_iter().filter(|(_, streams)| streams.count_ones() > 1).map(|(c, _)| c);

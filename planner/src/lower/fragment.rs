@@ -6,6 +6,7 @@
 //! ```text
 //! Param        the parameter's bucket
 //! Frame        kept from the forward pass of a micro-batch to its backward pass
+//! Held         kept from the input half of a backward pass to its weight half
 //! Workspace    gone when the layer's pass is over
 //! Output       the next layer's input: in its frame, or in a send buffer
 //! CotangentIn  cotangent of the output, made by the next layer
@@ -19,6 +20,7 @@ use dplan_ir::cost::workspace_bytes;
 use dplan_ir::entity::{FormId, ParamId, Table};
 use dplan_ir::graph::Graph;
 use dplan_ir::mesh::{AxisSet, Mesh};
+use dplan_ir::pipeline::Pipeline;
 use dplan_ir::program::align;
 use dplan_ir::sharded::{Form, Stmt};
 use dplan_ir::sharding::{LocalType, Padded, Sharding, local_type};
@@ -28,12 +30,27 @@ use dplan_ir::sharding::{LocalType, Padded, Sharding, local_type};
 pub enum Storage {
     Param(ParamId),
     Frame,
+    Held,
     Workspace,
     Output,
     CotangentIn,
     CotangentOut,
     Gradient(ParamId),
     Loss,
+}
+
+/// Whether backward passes run in one piece, or in halves: what the layer before waits for, and the rest.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+pub enum BackwardPass {
+    #[default]
+    Whole,
+    Parted,
+}
+
+impl BackwardPass {
+    pub fn of(pipeline: &Pipeline) -> BackwardPass {
+        if pipeline.parts_backward() { BackwardPass::Parted } else { BackwardPass::Whole }
+    }
 }
 
 /// A parameter that the layer uses.
@@ -62,6 +79,9 @@ pub struct Fragment {
     pub storage: Table<FormId, Storage>,
     pub forward: Vec<Stmt>,
     pub backward: Vec<Stmt>,
+    pub backward_pass: BackwardPass,
+    /// Statements of the backward pass in its input half, which come first; all of them where it runs in one piece.
+    pub input_half: usize,
     /// The value that the layer before hands over, in the boundary sharding; none for the first layer.
     pub input: Option<FormId>,
     /// None for the last layer.
@@ -107,6 +127,8 @@ impl Fragment {
         LayerBytes {
             buckets: self.buckets.iter().map(|b| b.size(graph, mesh, padded)).collect(),
             frame: sum(Storage::Frame),
+            // A cotangent that is handed over waits where the weight half finds it.
+            held: sum(Storage::Held) + if self.backward_pass == BackwardPass::Parted { sum(Storage::CotangentIn) } else { 0 },
             workspace: sum(Storage::Workspace) + scratch,
         }
     }

@@ -9,10 +9,13 @@
 //! | `Gathered::Again` | what an all-gather made, from its source; just before it is read |
 //! | `Gathered::Keep` | nothing |
 //!
+//! A backward pass in halves has first the statements that the cotangent of the layer's input is made from, then the others; what the others read of the first is
+//! *held*. A statement that reads that cotangent stays with the first half, for it is handed down right then.
+//!
 //! Making a form again means making again, as new forms, what it is made from, as far as that is not kept.
 
 use super::LowerError;
-use super::fragment::{Fragment, Storage, makes, reads};
+use super::fragment::{BackwardPass, Fragment, Storage, makes, reads};
 use super::layer::{Layer, Maker};
 use dplan_ir::cost::is_cheap;
 use dplan_ir::entity::{FormId, Table};
@@ -41,6 +44,7 @@ pub(super) fn settle(layer: &mut Layer<'_, '_>) -> Result<(), LowerError> {
         }
         layer.push(stmt);
     }
+    part(&mut layer.fragment);
     copy_output(layer, &keep)?;
     layer.fragment.storage = storage(layer, &keep);
     Ok(())
@@ -133,10 +137,35 @@ fn copy_output(layer: &mut Layer<'_, '_>, keep: &Keep) -> Result<(), LowerError>
     Ok(())
 }
 
+/// Brings the input half of the backward pass to its front.
+fn part(fragment: &mut Fragment) {
+    let handed_down = fragment.cotangent_out;
+    let mut needed: BTreeSet<FormId> = handed_down.into_iter().collect();
+    let mut in_input_half = vec![fragment.backward_pass == BackwardPass::Whole; fragment.backward.len()];
+    for (stmt, first) in fragment.backward.iter().zip(&mut in_input_half).rev() {
+        let reads_handed_down = handed_down.is_some_and(|form| reads(stmt).contains(&form));
+        if reads_handed_down || makes(stmt).iter().any(|form| needed.contains(form)) {
+            *first = true;
+            needed.extend(reads(stmt));
+        }
+    }
+    let (input, weight): (Vec<_>, Vec<_>) = std::mem::take(&mut fragment.backward).into_iter().zip(in_input_half).partition(|s| s.1);
+    fragment.input_half = input.len();
+    fragment.backward = input.into_iter().chain(weight).map(|s| s.0).collect();
+}
+
+/// Forms that the input half of the backward pass makes and the weight half reads.
+fn held(fragment: &Fragment) -> BTreeSet<FormId> {
+    let (input, weight) = fragment.backward.split_at(fragment.input_half);
+    let made: BTreeSet<FormId> = input.iter().flat_map(makes).copied().collect();
+    weight.iter().flat_map(reads).copied().filter(|form| made.contains(form)).collect()
+}
+
 fn storage(layer: &Layer<'_, '_>, keep: &Keep) -> Table<FormId, Storage> {
     let fragment = &layer.fragment;
     let counts = layer.read_counts();
     let direct = direct_gradients(fragment, &counts);
+    let held = held(fragment);
     fragment.forms.map(|form, _| {
         let is = |role: Option<FormId>| role == Some(form);
         match layer.maker[form] {
@@ -148,6 +177,7 @@ fn storage(layer: &Layer<'_, '_>, keep: &Keep) -> Table<FormId, Storage> {
             _ if is(fragment.loss) => Storage::Loss,
             _ => match fragment.accumulate.iter().find(|(_, f)| *f == form) {
                 Some(&(param, _)) if direct.contains(&form) => Storage::Gradient(param),
+                Some(_) | None if held.contains(&form) => Storage::Held,
                 Some(_) | None => Storage::Workspace,
             },
         }

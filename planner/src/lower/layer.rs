@@ -56,7 +56,7 @@ pub(super) fn shard_one(at: &Sharder<'_>, layer: u32, plan: &LayerPlan) -> Resul
     let mut this = Layer {
         at,
         plan,
-        fragment: Fragment { layer, ..Fragment::default() },
+        fragment: Fragment { layer, backward_pass: at.backward_pass, ..Fragment::default() },
         maker: Table::new(),
         pass: Pass::Forward,
         main: BTreeMap::new(),

@@ -16,13 +16,12 @@ mod keep;
 mod layer;
 mod passes;
 mod program;
-mod schedule;
 mod shard;
 mod stage;
 mod sync;
 
 pub use error::LowerError;
-pub use fragment::{BucketMember, Fragment, FragmentBucket, Storage};
+pub(crate) use fragment::makes;
+pub use fragment::{BackwardPass, BucketMember, Fragment, FragmentBucket, Storage};
 pub use program::lower;
-pub use schedule::{Turn, order};
 pub use shard::{Sharder, plan_order, plan_padding, shard, shard_layer};

@@ -1,4 +1,4 @@
-//! The segments of a stage, as instructions without events ([`super::events`] adds those).
+//! The segments of a stage, and of each of its virtual stages, as instructions without events ([`super::events`] adds those).
 //!
 //! Kernels and tensor-parallel collectives go to the compute stream, in the order of the fragments. Around each layer, on the communication stream:
 //!
@@ -11,14 +11,15 @@
 
 use super::arena::Arena;
 use super::fragment::{Fragment, Storage, makes, reads};
-use super::stage::Stage;
+use super::stage::{Neighbour, Stage, VirtualStage};
 use super::sync;
 use dplan_ir::entity::{BufferId, FormId};
 use dplan_ir::graph::Def;
 use dplan_ir::mesh::AxisSet;
+use dplan_ir::pipeline::Pass;
 use dplan_ir::program::{Channel, Instr, Issue, Pattern, Role, Scalar, Segment, SegmentKind, Stream, Write};
 use dplan_ir::reshard::Step;
-use dplan_ir::sharded::{Pass, Stmt};
+use dplan_ir::sharded::{self, Stmt};
 use dplan_ir::sharding::Monoid;
 use std::collections::BTreeSet;
 
@@ -69,53 +70,51 @@ pub(super) fn begin(stage: Stage<'_>, arena: &Arena) -> Segment {
     body.segment(SegmentKind::Begin)
 }
 
-pub(super) fn forward(stage: Stage<'_>, arena: &Arena) -> Segment {
+pub(super) fn forward(stage: Stage<'_>, arena: &Arena, of: &VirtualStage) -> Segment {
     let mut body = Body::new(stage, arena);
-    if let Some(src) = stage.layers[0].input.filter(|_| stage.index > 0) {
-        let dst = body.buffer(0, Pass::Forward, src);
-        body.issue(Stream::RecvForward, Instr::Recv { from: stage.index - 1, channel: Channel::Forward, dst });
+    if let (Some(src), Neighbour::Stage(from)) = (stage.layers[of.first()].input, stage.before(of)) {
+        let dst = body.buffer(of.first(), sharded::Pass::Forward, src);
+        body.issue(stage.stream(of, Stream::RecvForward, Stream::RecvForwardBack), Instr::Recv { from, channel: Channel::Forward, dst });
     }
-    let layers: Vec<usize> = (0..stage.layers.len()).collect();
-    let turns: Vec<usize> = layers.iter().copied().filter(|&l| !arena.layers[l].gathered[0].is_empty()).collect();
-    body.gather(Pass::Forward, turns.iter().take(2));
-    for at in layers {
+    let turns: Vec<usize> = of.layers.clone().filter(|&l| !arena.layers[l].gathered[0].is_empty()).collect();
+    body.gather(sharded::Pass::Forward, turns.iter().take(2));
+    for at in of.layers.clone() {
         body.layer(at, Pass::Forward);
-        body.gather(Pass::Forward, next_but_one(&turns, at));
+        body.gather(sharded::Pass::Forward, next_but_one(&turns, at));
     }
-    let last = stage.layers.len() - 1;
-    if let Some(output) = stage.layers[last].output.filter(|_| !stage.is_last()) {
-        let src = body.buffer(last, Pass::Forward, output);
-        body.issue(Stream::SendForward, Instr::Send { to: stage.index + 1, channel: Channel::Forward, src });
+    if let (Some(output), Neighbour::Stage(to)) = (stage.layers[of.last()].output, stage.behind(of)) {
+        let src = body.buffer(of.last(), sharded::Pass::Forward, output);
+        body.issue(stage.stream(of, Stream::SendForward, Stream::SendForwardBack), Instr::Send { to, channel: Channel::Forward, src });
     }
     body.segment(SegmentKind::Forward)
 }
 
-/// `kind` is [`SegmentKind::Backward`] or, for the last micro-batch, [`SegmentKind::BackwardLast`].
-pub(super) fn backward(stage: Stage<'_>, arena: &Arena, kind: SegmentKind) -> Segment {
+/// `pass` is the whole backward pass or one of its halves; gradients are synchronised where `kind` is that of the last micro-batch.
+pub(super) fn backward(stage: Stage<'_>, arena: &Arena, of: &VirtualStage, pass: Pass, kind: SegmentKind) -> Segment {
     let mut body = Body::new(stage, arena);
-    let last = stage.layers.len() - 1;
-    if let Some(cotangent) = stage.layers[last].cotangent_in.filter(|_| !stage.is_last()) {
-        let dst = body.buffer(last, Pass::Backward, cotangent);
-        body.issue(Stream::RecvBackward, Instr::Recv { from: stage.index + 1, channel: Channel::Backward, dst });
+    let talks = pass != Pass::Weight;
+    if let (Some(cotangent), Neighbour::Stage(from), true) = (stage.layers[of.last()].cotangent_in, stage.behind(of), talks) {
+        let dst = body.buffer(of.last(), sharded::Pass::Backward, cotangent);
+        body.issue(stage.stream(of, Stream::RecvBackward, Stream::RecvBackwardBack), Instr::Recv { from, channel: Channel::Backward, dst });
     }
-    let layers: Vec<usize> = (0..stage.layers.len()).rev().collect();
+    let layers: Vec<usize> = of.layers.clone().rev().collect();
     let uses_ring = |l: &usize| !arena.layers[*l].gathered[1].is_empty() || !arena.layers[*l].scattered.is_empty();
     let turns: Vec<usize> = layers.iter().copied().filter(uses_ring).collect();
-    body.gather(Pass::Backward, turns.iter().take(2));
+    body.gather(sharded::Pass::Backward, turns.iter().take(2));
     for at in layers {
         for turned in &arena.layers[at].scattered {
             body.issue(Stream::Compute, Instr::Zero { dst: turned.whole });
         }
-        body.layer(at, Pass::Backward);
+        body.layer(at, pass);
         sync::scatter(&mut body, at);
-        body.gather(Pass::Backward, next_but_one(&turns, at));
-        if kind == SegmentKind::BackwardLast {
+        body.gather(sharded::Pass::Backward, next_but_one(&turns, at));
+        if matches!(kind, SegmentKind::BackwardLast | SegmentKind::BackwardWeightLast) {
             sync::reduce(&mut body, at);
         }
     }
-    if let Some(cotangent) = stage.layers[0].cotangent_out.filter(|_| stage.index > 0) {
-        let src = body.buffer(0, Pass::Backward, cotangent);
-        body.issue(Stream::SendBackward, Instr::Send { to: stage.index - 1, channel: Channel::Backward, src });
+    if let (Some(cotangent), Neighbour::Stage(to), true) = (stage.layers[of.first()].cotangent_out, stage.before(of), talks) {
+        let src = body.buffer(of.first(), sharded::Pass::Backward, cotangent);
+        body.issue(stage.stream(of, Stream::SendBackward, Stream::SendBackwardBack), Instr::Send { to, channel: Channel::Backward, src });
     }
     body.segment(kind)
 }
@@ -132,7 +131,7 @@ fn next_but_one(turns: &[usize], at: usize) -> Option<&usize> {
 }
 
 impl Body<'_> {
-    fn gather<'l>(&mut self, pass: Pass, layers: impl IntoIterator<Item = &'l usize>) {
+    fn gather<'l>(&mut self, pass: sharded::Pass, layers: impl IntoIterator<Item = &'l usize>) {
         for &at in layers {
             for &(home, whole) in &self.arena.layers[at].gathered[index(pass)] {
                 let home = &self.arena.homes[home];
@@ -141,12 +140,14 @@ impl Body<'_> {
         }
     }
 
-    /// The statements of one layer.
-    fn layer(&mut self, at: usize, pass: Pass) {
-        let layer = &self.stage.layers[at];
-        let stmts = match pass {
-            Pass::Forward => &layer.forward,
-            Pass::Backward => &layer.backward,
+    /// The statements of one layer in a pass, or a half of one.
+    fn layer(&mut self, at: usize, of: Pass) {
+        let layer = self.stage.layers[at];
+        let (pass, stmts, first) = match of {
+            Pass::Forward => (sharded::Pass::Forward, &layer.forward[..], 0),
+            Pass::Backward => (sharded::Pass::Backward, &layer.backward[..], 0),
+            Pass::Input => (sharded::Pass::Backward, &layer.backward[..layer.input_half], 0),
+            Pass::Weight => (sharded::Pass::Backward, &layer.backward[layer.input_half..], layer.input_half),
         };
         let mut loaded = BTreeSet::new();
         // Contributions that are not added as they are made, after the statement that makes them.
@@ -155,8 +156,8 @@ impl Body<'_> {
             for &form in reads(stmt) {
                 self.load(at, pass, form, &mut loaded);
             }
-            self.stmt(at, pass, nth, stmt);
-            if pass == Pass::Backward && !late.is_empty() {
+            self.stmt(at, pass, first + nth, stmt);
+            if pass == sharded::Pass::Backward && !late.is_empty() {
                 for &&(param, form) in late.iter().filter(|(_, f)| makes(stmt).contains(f)) {
                     let (src, dst) = (self.buffer(at, pass, form), self.arena.layers[at].backward[&(Role::Grad, param)]);
                     self.issue(Stream::Compute, Instr::AddInto { src, dst });
@@ -166,18 +167,18 @@ impl Body<'_> {
     }
 
     /// Loads a graph input before its first use; one that is kept in the frame comes from the forward pass.
-    fn load(&mut self, at: usize, pass: Pass, form: FormId, loaded: &mut BTreeSet<FormId>) {
-        let layer = &self.stage.layers[at];
+    fn load(&mut self, at: usize, pass: sharded::Pass, form: FormId, loaded: &mut BTreeSet<FormId>) {
+        let layer = self.stage.layers[at];
         let is_input = self.stage.graph().values[layer.forms[form].value].def == Def::Input;
-        let kept = pass == Pass::Backward && layer.storage[form] == Storage::Frame;
+        let kept = pass == sharded::Pass::Backward && layer.storage[form] == Storage::Frame;
         if is_input && !kept && loaded.insert(form) {
             let dst = self.buffer(at, pass, form);
             self.issue(Stream::Compute, Instr::Input { dst });
         }
     }
 
-    fn stmt(&mut self, at: usize, pass: Pass, nth: usize, stmt: &Stmt) {
-        let layer: &Fragment = &self.stage.layers[at];
+    fn stmt(&mut self, at: usize, pass: sharded::Pass, nth: usize, stmt: &Stmt) {
+        let layer: &Fragment = self.stage.layers[at];
         let instr = match stmt {
             Stmt::Run { node, ins, outs, .. } => {
                 let buffers = |forms: &[FormId]| forms.iter().map(|&f| self.buffer(at, pass, f)).collect::<Vec<_>>();
@@ -204,26 +205,28 @@ impl Body<'_> {
     }
 
     /// Where a form of a layer is in a pass.
-    fn buffer(&self, at: usize, pass: Pass, form: FormId) -> BufferId {
+    fn buffer(&self, at: usize, pass: sharded::Pass, form: FormId) -> BufferId {
         let buffers = &self.arena.layers[at];
         let members = match pass {
-            Pass::Forward => &buffers.forward,
-            Pass::Backward => &buffers.backward,
+            sharded::Pass::Forward => &buffers.forward,
+            sharded::Pass::Backward => &buffers.backward,
         };
         let found = match self.stage.layers[at].storage[form] {
             Storage::Param(param) => members.get(&(Role::Param, param)).copied(),
             Storage::Gradient(param) => members.get(&(Role::Grad, param)).copied(),
             Storage::Loss => self.arena.scalars.get(&Scalar::Loss).copied(),
-            Storage::Frame | Storage::Workspace | Storage::Output | Storage::CotangentIn | Storage::CotangentOut => buffers.forms[form],
+            Storage::Frame | Storage::Held | Storage::Workspace | Storage::Output | Storage::CotangentIn | Storage::CotangentOut => {
+                buffers.forms[form]
+            }
         };
         // The arena was laid out from the same fragments.
         found.unwrap_or_else(|| unreachable!("{form} of layer {} has no buffer", self.stage.layers[at].layer))
     }
 }
 
-fn index(pass: Pass) -> usize {
+fn index(pass: sharded::Pass) -> usize {
     match pass {
-        Pass::Forward => 0,
-        Pass::Backward => 1,
+        sharded::Pass::Forward => 0,
+        sharded::Pass::Backward => 1,
     }
 }

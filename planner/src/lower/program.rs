@@ -1,16 +1,16 @@
-//! Programs of all stages.
+//! Programs of all stages: the arena, the segments of each virtual stage, the calls in the order of the schedule, and the events between streams.
 
 use super::arena::Arena;
 use super::events::order_streams;
 use super::fragment::Fragment;
-use super::schedule::{Turn, order};
 use super::shard::Sharder;
-use super::stage::Stage;
+use super::stage::{Stage, VirtualStage};
 use super::{LowerError, passes};
 use dplan_ir::entity::{SegmentId, Table};
 use dplan_ir::graph::Graph;
+use dplan_ir::pipeline::{Pass, Pipeline};
 use dplan_ir::plan::{Plan, Schedule};
-use dplan_ir::program::{Call, Program, SegmentKind, StageProgram};
+use dplan_ir::program::{Call, Program, Segment, SegmentKind, StageProgram};
 
 /// Lowers a plan. The graph is differentiated, and its batch is `dp · micro_batch`.
 ///
@@ -22,11 +22,7 @@ pub fn lower(graph: &Graph, plan: &Plan) -> Result<Program, LowerError> {
     }
     let sharder = Sharder::of_plan(graph, plan)?;
     let fragments = sharder.fragments(plan)?;
-    let stages = plan.stages.iter().enumerate().map(|(index, s)| {
-        let layers = &fragments[s.first as usize..=s.last as usize];
-        stage_program(Stage { sharder: &sharder, plan, layers, index: index as u32 })
-    });
-    let stages = stages.collect();
+    let stages = (0..plan.pp()).map(|stage| stage_program(&sharder, plan, &fragments, stage)).collect();
     Ok(Program {
         mesh: sharder.mesh.clone(),
         padded: sharder.padded.clone(),
@@ -36,33 +32,83 @@ pub fn lower(graph: &Graph, plan: &Plan) -> Result<Program, LowerError> {
     })
 }
 
-fn stage_program(stage: Stage<'_>) -> StageProgram {
+fn stage_program(sharder: &Sharder<'_>, plan: &Plan, fragments: &[Fragment], index: u64) -> StageProgram {
+    let pipeline = plan.pipeline();
+    let (mut layers, mut virtual_stages) = (Vec::new(), Vec::new());
+    for (of, slots) in pipeline.virtual_stages_of(index).zip(pipeline.slots(index)) {
+        let cut = &plan.stages[of as usize];
+        let first = layers.len();
+        layers.extend(&fragments[cut.first as usize..=cut.last as usize]);
+        virtual_stages.push(VirtualStage { index: of, layers: first..layers.len(), slots });
+    }
+    let stage = Stage { sharder, plan, layers: &layers, virtual_stages: &virtual_stages, index: index as u32 };
     let mut arena = Arena::new(stage);
     let mut segments = Table::new();
     let begin = segments.push(passes::begin(stage, &arena));
-    let forward = segments.push(passes::forward(stage, &arena));
-    let backward = (stage.plan.micro_batches > 1).then(|| segments.push(passes::backward(stage, &arena, SegmentKind::Backward)));
-    let last = segments.push(passes::backward(stage, &arena, SegmentKind::BackwardLast));
+    let of_virtual: Vec<Segments> = virtual_stages.iter().map(|v| Segments::new(stage, &arena, v, &mut segments)).collect();
     let update = segments.push(passes::update(stage, &arena));
-    let schedule = |micro_batches: u64| -> Vec<Call> {
+    let schedule = |pipeline: Pipeline| -> Vec<Call> {
         let call = |segment: SegmentId, micro_batch: u64| Call { segment, micro_batch };
-        let turns = order(stage.plan.schedule, u64::from(stage.index), u64::from(stage.stages()), micro_batches);
-        let calls = turns.into_iter().map(|turn| match turn {
-            Turn::Forward(m) => call(forward, m),
-            Turn::Backward(m) => call(if m + 1 == micro_batches { last } else { backward.unwrap_or(last) }, m),
+        let calls = pipeline.turns(index).into_iter().map(|turn| {
+            let last = turn.micro_batch + 1 == pipeline.micro_batches;
+            call(of_virtual[turn.nth as usize].of(turn.pass, last), turn.micro_batch)
         });
         [call(begin, 0)].into_iter().chain(calls).chain([call(update, 0)]).collect()
     };
     let mut program = std::mem::take(&mut arena.program);
     program.segments = segments;
-    program.schedule = schedule(stage.plan.micro_batches);
-    // A steady state shows all slots of a stage meeting all others; messages have two.
-    let enough = match stage.plan.schedule {
-        Schedule::GPipe => 6,
-        Schedule::OneFOneB => 2 * stage.in_flight() + 4,
-    };
-    order_streams(&mut program, stage.mesh(), &schedule(stage.plan.micro_batches.min(enough)));
+    program.schedule = schedule(pipeline);
+    order_streams(&mut program, stage.mesh(), &schedule(sample(&pipeline, &virtual_stages)));
     program
+}
+
+/// Few micro-batches in which all slots of a stage meet all others that they ever meet.
+fn sample(pipeline: &Pipeline, virtual_stages: &[VirtualStage]) -> Pipeline {
+    let frames = virtual_stages.iter().map(|v| v.slots.frames).max().unwrap_or(1);
+    match pipeline.schedule {
+        // Messages have two slots.
+        Schedule::GPipe => Pipeline { micro_batches: pipeline.micro_batches.min(6), ..*pipeline },
+        Schedule::OneFOneB | Schedule::ZbH1 => Pipeline { micro_batches: pipeline.micro_batches.min(2 * frames + 4), ..*pipeline },
+        Schedule::Interleaved | Schedule::ZbV => pipeline.shortened(1),
+    }
+}
+
+/// The segments of a virtual stage.
+struct Segments {
+    forward: SegmentId,
+    /// Backward, or its input half, of a micro-batch that is not the last, and of the last.
+    backward: [SegmentId; 2],
+    /// The weight half of the same.
+    weight: [SegmentId; 2],
+}
+
+impl Segments {
+    fn new(stage: Stage<'_>, arena: &Arena, of: &VirtualStage, segments: &mut Table<SegmentId, Segment>) -> Segments {
+        let forward = segments.push(passes::forward(stage, arena, of));
+        let mut push = |pass: Pass, kind: SegmentKind| segments.push(passes::backward(stage, arena, of, pass, kind));
+        // A segment that is never called is not there.
+        let mut both = |pass: Pass, kind: SegmentKind, kind_of_last: SegmentKind| {
+            let others = (stage.plan.micro_batches > 1).then(|| push(pass, kind));
+            let last = push(pass, kind_of_last);
+            [others.unwrap_or(last), last]
+        };
+        if stage.pipeline().parts_backward() {
+            let weight = both(Pass::Weight, SegmentKind::BackwardWeight, SegmentKind::BackwardWeightLast);
+            let input = push(Pass::Input, SegmentKind::BackwardInput);
+            Segments { forward, backward: [input; 2], weight }
+        } else {
+            let backward = both(Pass::Backward, SegmentKind::Backward, SegmentKind::BackwardLast);
+            Segments { forward, backward, weight: backward }
+        }
+    }
+
+    fn of(&self, pass: Pass, last: bool) -> SegmentId {
+        match pass {
+            Pass::Forward => self.forward,
+            Pass::Backward | Pass::Input => self.backward[usize::from(last)],
+            Pass::Weight => self.weight[usize::from(last)],
+        }
+    }
 }
 
 impl Sharder<'_> {

@@ -1,7 +1,7 @@
 //! Sharding of a graph by a plan: what is known of the whole graph, and the layers one after the other.
 
 use super::LowerError;
-use super::fragment::Fragment;
+use super::fragment::{BackwardPass, Fragment};
 use super::layer::shard_one;
 use crate::padding;
 use dplan_ir::data::{data_dims, data_split};
@@ -25,6 +25,7 @@ pub struct Sharder<'a> {
     pub padded: Padded,
     /// Dim of every layer boundary that the tensor-parallel axes shard.
     pub boundary: Option<u32>,
+    pub backward_pass: BackwardPass,
     /// Forward and backward nodes of each layer; both are runs of consecutive nodes.
     spans: Vec<[Range<u32>; 2]>,
     /// The value that each layer but the last hands to the next.
@@ -44,7 +45,13 @@ impl<'a> Sharder<'a> {
         }
         let spans = spans(graph);
         let crossing = crossing(graph, spans.len() as u32)?;
-        Ok(Sharder { graph, mesh, padded, boundary, spans, crossing, homes: homes(graph)?, sums: sums(graph) })
+        let backward_pass = BackwardPass::Whole;
+        Ok(Sharder { graph, mesh, padded, boundary, backward_pass, spans, crossing, homes: homes(graph)?, sums: sums(graph) })
+    }
+
+    /// The same with backward passes as they are.
+    pub fn with(self, backward_pass: BackwardPass) -> Sharder<'a> {
+        Sharder { backward_pass, ..self }
     }
 
     /// As a plan has it.
@@ -55,7 +62,7 @@ impl<'a> Sharder<'a> {
         check(graph, plan)?;
         let mesh = plan.mesh();
         let padded = plan_padding(graph, &mesh, plan)?;
-        Sharder::new(graph, mesh, padded, plan.boundary)
+        Ok(Sharder::new(graph, mesh, padded, plan.boundary)?.with(BackwardPass::of(&plan.pipeline())))
     }
 
     pub fn layers(&self) -> u32 {
@@ -264,6 +271,17 @@ fn check(graph: &Graph, plan: &Plan) -> Result<(), LowerError> {
     }
     if expected != layers {
         return Err(LowerError::Stages { stage: plan.stages.len(), expected, found: layers });
+    }
+    if plan.virtual_stages == 0 || !plan.stages.len().is_multiple_of(plan.virtual_stages as usize) {
+        return Err(LowerError::Pipeline { schedule: plan.schedule.name(), needs: "as many virtual stages on each stage" });
+    }
+    let pipeline = plan.pipeline();
+    if let Some(needs) = pipeline.refusal() {
+        return Err(LowerError::Pipeline { schedule: plan.schedule.name(), needs });
+    }
+    let zero = |layer: &u32| plan.options[*layer as usize].zero.0;
+    if let Some(found) = plan.layers.iter().map(zero).find(|&z| z > 1 && plan.dp * plan.cp > 1 && pipeline.parts_backward()) {
+        return Err(LowerError::PartedZero { schedule: plan.schedule.name(), found });
     }
     match graph.batch.map(|b| graph.size(b)) {
         Some(size) if size != plan.dp * plan.micro_batch => Err(LowerError::Batch { plan: plan.dp * plan.micro_batch, graph: size }),

@@ -99,6 +99,16 @@ pub struct LayerOption {
     pub bytes: LayerBytes,
 }
 
+/// What a backward pass in halves costs and needs, for one way of running a layer.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Halves {
+    /// Of the backward pass: what the layer before waits for, recomputation included.
+    pub input: Nanos,
+    /// The rest of it.
+    pub weight: Nanos,
+    pub bytes: LayerBytes,
+}
+
 /// Ways of keeping what the backward pass reads.
 const VARIANTS: [(Recompute, Gathered); COUNT] = [
     (Recompute::None, Gathered::Keep),
@@ -156,7 +166,7 @@ impl Blueprint {
             gathered,
             forward: Nanos(cost[FORWARD]),
             backward: Nanos(cost[BACKWARD]),
-            bytes: LayerBytes { buckets: buckets(pricing, &stored, tied), frame: cost[FRAME], workspace: cost[WORKSPACE] },
+            bytes: LayerBytes { buckets: buckets(pricing, &stored, tied), frame: cost[FRAME], held: 0, workspace: cost[WORKSPACE] },
         };
         Offer { option, tie: stored.iter().find(|(param, ..)| tied(*param)).map(|(_, sharding, _)| sharding.clone()) }
     }

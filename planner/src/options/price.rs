@@ -1,13 +1,14 @@
 //! What a layer costs, read off its lowering: the authority that [`super::options`] must agree with.
 
 use super::form::Rates;
-use super::{LayerOption, Pricing};
-use crate::lower::{Fragment, LowerError, Sharder, Storage};
+use super::{Halves, LayerOption, Pricing};
+use crate::lower::{BackwardPass, Fragment, LowerError, Sharder, Storage, makes};
 use crate::units::Nanos;
 use dplan_ir::entity::FormId;
 use dplan_ir::plan::LayerPlan;
 use dplan_ir::sharded::Stmt;
 use dplan_ir::sharding::LocalType;
+use std::ops::Range;
 use std::rc::Rc;
 
 impl Pricing<'_> {
@@ -18,12 +19,7 @@ impl Pricing<'_> {
     pub fn price(&self, layer: u32, plan: &LayerPlan) -> Result<LayerOption, LowerError> {
         let sharder = Sharder::new(self.graph, self.mesh.clone(), self.padded.clone(), self.boundary)?;
         let fragment = sharder.layer(layer, plan)?;
-        let mut backward = self.time(&fragment, &fragment.backward);
-        for &(_, form) in &fragment.accumulate {
-            if !matches!(fragment.storage[form], Storage::Gradient(_)) {
-                backward += Rates::new(self).accumulate(&self.block(&fragment, form));
-            }
-        }
+        let backward = self.backward(&fragment, 0..fragment.backward.len());
         Ok(LayerOption {
             strategy: plan.strategy.iter().cloned().map(Rc::new).collect(),
             recompute: plan.recompute,
@@ -32,6 +28,38 @@ impl Pricing<'_> {
             backward,
             bytes: fragment.bytes(self.graph, &self.mesh, &self.padded),
         })
+    }
+
+    /// The same layer with its backward pass in halves. `sharder` is this pricing's, with [`BackwardPass::Parted`].
+    ///
+    /// # Errors
+    /// As [`Pricing::price`].
+    pub fn halves(&self, sharder: &Sharder<'_>, layer: u32, plan: &LayerPlan) -> Result<Halves, LowerError> {
+        let fragment = sharder.layer(layer, plan)?;
+        Ok(Halves {
+            input: self.backward(&fragment, 0..fragment.input_half),
+            weight: self.backward(&fragment, fragment.input_half..fragment.backward.len()),
+            bytes: fragment.bytes(self.graph, &self.mesh, &self.padded),
+        })
+    }
+
+    /// What layers are lowered with under this pricing.
+    ///
+    /// # Errors
+    /// If the graph cannot be lowered.
+    pub fn sharder(&self, backward_pass: BackwardPass) -> Result<Sharder<'_>, LowerError> {
+        Ok(Sharder::new(self.graph, self.mesh.clone(), self.padded.clone(), self.boundary)?.with(backward_pass))
+    }
+
+    /// Statements of the backward pass, and the additions of contributions that they make.
+    fn backward(&self, fragment: &Fragment, half: Range<usize>) -> Nanos {
+        let stmts = &fragment.backward[half];
+        let mut time = self.time(fragment, stmts);
+        for form in stmts.iter().flat_map(makes) {
+            let late = fragment.accumulate.iter().filter(|(_, f)| f == form && !matches!(fragment.storage[*f], Storage::Gradient(_)));
+            late.for_each(|_| time += Rates::new(self).accumulate(&self.block(fragment, *form)));
+        }
+        time
     }
 
     fn block(&self, fragment: &Fragment, form: FormId) -> LocalType {

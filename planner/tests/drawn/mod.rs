@@ -8,7 +8,7 @@ use dplan_ir::plan::{Clip, Gathered, Recompute};
 use dplan_ir::program::Pattern;
 use dplan_ir::sharding::Sharding;
 use dplan_planner::memory::{BucketSize, LayerBytes, StateTypes};
-use dplan_planner::options::LayerOption;
+use dplan_planner::options::{Halves, LayerOption};
 use dplan_planner::pins::Pins;
 use dplan_planner::prices::{Links, Offer, Prices, Shape};
 use dplan_planner::problem::Problem;
@@ -107,8 +107,8 @@ impl Links for Drawn {
         let ranks = mesh.size(axes) * stages;
         if ranks == 1 { Nanos(0) } else { Nanos(2 * self.latency + bytes / 50) }
     }
-    fn message(&self, _: &Mesh, stage: u64, bytes: u64) -> Nanos {
-        Nanos(self.latency + (1 + stage % 2) * bytes / 100)
+    fn message(&self, _: &Mesh, from: u64, to: u64, bytes: u64) -> Nanos {
+        Nanos(self.latency + (1 + (from + to / 2) % 2) * bytes / 100)
     }
     fn sweep(&self, bytes: u64) -> Nanos {
         Nanos(bytes / 300)
@@ -146,6 +146,18 @@ impl Prices for Drawn {
     fn experts(&self, ranks: u64) -> Vec<u64> {
         let most = [1, 4, 1, 2, 1][(self.seed % 5) as usize];
         (1..=most).filter(|ep| ranks.is_multiple_of(*ep)).collect()
+    }
+    /// Halves of every proportion, more to keep, and another workspace.
+    fn halves(&mut self, class: u32, shape: Shape) -> Rc<[Halves]> {
+        let offers = self.offers(class, shape);
+        let part = |(at, offer): (usize, &Offer)| {
+            let mut dice = Dice(self.seed ^ (at as u64 + 7 * u64::from(class)).wrapping_mul(0x1234_5678_9abc_def1));
+            let (backward, bytes) = (offer.option.backward.0, &offer.option.bytes);
+            let weight = backward * dice.within(0, 10) / 10;
+            let (held, workspace) = (dice.within(0, 1000) * shape.micro_batch, bytes.workspace * dice.within(5, 10) / 10);
+            Halves { input: Nanos(backward - weight), weight: Nanos(weight), bytes: LayerBytes { held, workspace, ..bytes.clone() } }
+        };
+        offers.iter().enumerate().map(part).collect()
     }
     fn floor(&mut self, _: u32, _: Shape) -> Nanos {
         Nanos(30)
@@ -192,7 +204,7 @@ fn offer(dice: &mut Dice, shape: Shape, width: u64, size: u64, tied: bool) -> Of
         gathered: Gathered::Keep,
         forward: Nanos(forward),
         backward: Nanos(backward),
-        bytes: LayerBytes { buckets, frame, workspace: dice.within(0, 3000) * shape.micro_batch },
+        bytes: LayerBytes { buckets, frame, held: 0, workspace: dice.within(0, 3000) * shape.micro_batch },
     };
     Offer { option, tie: tied.then(|| Sharding::of_dims(vec![cut])) }
 }

@@ -12,6 +12,7 @@ use dplan_ir::interp::Tensor;
 use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::op::{Activation, Attention, Mask, Op, Renormalize, Rope, Rotation, Router, Spec};
 use dplan_ir::optimizer::Optimizer;
+use dplan_ir::pipeline::Pipeline;
 use dplan_ir::plan::{Clip, Gathered, LayerPlan, Plan, Recompute, Schedule, StagePlan, Zero};
 use dplan_ir::rule::{Assignment, Split};
 
@@ -225,6 +226,15 @@ pub struct Degrees {
     pub micro_batches: u64,
 }
 
+/// A legal pipeline of so many stages and micro-batches, each schedule that there is with the same chance.
+fn pipeline(stages: u64, micro_batches: u64, layers: u64, dice: &mut Dice) -> Pipeline {
+    let of = |schedule| (1..=layers / stages).map(move |virtual_stages| Pipeline { schedule, stages, virtual_stages, micro_batches });
+    let legal = Schedule::ALL.map(|s| of(s).filter(|p| p.refusal().is_none()).collect::<Vec<_>>());
+    let legal: Vec<&Vec<Pipeline>> = legal.iter().filter(|l| !l.is_empty()).collect();
+    let of_schedule = legal[dice.roll(legal.len() as u64) as usize];
+    dice.pick(of_schedule)
+}
+
 /// A legal plan for a graph whose batch is `dp · micro_batch`.
 pub fn plan(graph: &Graph, degrees: Degrees, dice: &mut Dice) -> Plan {
     let cp = if dice.one_in(3) { 2 } else { 1 };
@@ -234,17 +244,19 @@ pub fn plan(graph: &Graph, degrees: Degrees, dice: &mut Dice) -> Plan {
     let layers = graph.layer_count();
     let boundary = if 4 % (cp * degrees.tp) == 0 && dice.one_in(2) { Some(1) } else { None };
     let tied_zero = dice.roll(4) as u8;
+    let pp = degrees.pp.min(u64::from(layers));
+    let pipeline = pipeline(pp, degrees.micro_batches, u64::from(layers), dice);
+    let most_zero = if pipeline.parts_backward() { 1 } else { 3 };
     let options: Vec<LayerPlan> = (0..layers)
         .map(|layer| LayerPlan {
-            zero: Zero(if layer == 0 || layer + 1 == layers { tied_zero } else { dice.roll(4) as u8 }),
+            zero: Zero(most_zero.min(if layer == 0 || layer + 1 == layers { tied_zero } else { dice.roll(4) as u8 })),
             recompute: dice.pick(&Recompute::ALL),
             gathered: dice.pick(&[Gathered::Keep, Gathered::Again]),
             strategy: Vec::new(),
         })
         .collect();
-    let pp = degrees.pp.min(u64::from(layers));
     let mut cuts: Vec<u32> = vec![0, layers];
-    while (cuts.len() as u64) < pp + 1 {
+    while (cuts.len() as u64) < pipeline.all_virtual() + 1 {
         let cut = 1 + dice.roll(u64::from(layers) - 1) as u32;
         if !cuts.contains(&cut) {
             cuts.push(cut);
@@ -258,7 +270,8 @@ pub fn plan(graph: &Graph, degrees: Degrees, dice: &mut Dice) -> Plan {
         tp: degrees.tp,
         micro_batch: graph.size(graph.batch.unwrap()) / degrees.dp,
         micro_batches: degrees.micro_batches,
-        schedule: dice.pick(&Schedule::ALL),
+        schedule: pipeline.schedule,
+        virtual_stages: pipeline.virtual_stages,
         boundary,
         stages: cuts.windows(2).map(|w| StagePlan { first: w[0], last: w[1] - 1 }).collect(),
         options,

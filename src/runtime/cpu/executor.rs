@@ -29,8 +29,12 @@ const STREAMS: usize = Stream::ALL.len();
 const EAGER: [usize; STREAMS] = [
     Stream::SendForward as usize,
     Stream::SendBackward as usize,
+    Stream::SendForwardBack as usize,
+    Stream::SendBackwardBack as usize,
     Stream::RecvForward as usize,
     Stream::RecvBackward as usize,
+    Stream::RecvForwardBack as usize,
+    Stream::RecvBackwardBack as usize,
     Stream::Comm as usize,
     Stream::Compute as usize,
 ];

@@ -13,7 +13,7 @@ use dplan_ir::entity::{ParamId, Table};
 use dplan_ir::graph::Graph;
 use dplan_ir::init;
 use dplan_ir::optimizer::StepScalars;
-use dplan_ir::program::{Content, Program, Role, Scalar, Stream};
+use dplan_ir::program::{Program, Role, Scalar, Stream};
 use dplan_ir::text::{self, Place};
 use dplan_kernels::cpu::Threads;
 
@@ -234,16 +234,18 @@ impl Session {
         (0..ranks).for_each(|rank| shared.world.wake(rank));
         self.wait()?;
         let read = |stage: usize, which: Scalar| {
-            let (id, buffer) = self.program.stages[stage].buffers.iter().find(|(_, b)| b.content == Content::Scalar(which))?;
+            let id = self.program.stages[stage].accumulates(which)?;
+            let buffer = &self.program.stages[stage].buffers[id];
             let slot = Slot::new(buffer, self.program.stages[stage].arena_bytes, &self.program.mesh, 0).ok()?;
             debug_assert_eq!(self.program.stages[stage].buffers[id].slots.max(1), 1);
             // SAFETY: the step is over.
             Some(scalar(unsafe { shared.world.arenas[stage * self.program.mesh.ranks() as usize].read(&slot, 0) }))
         };
-        let last = self.program.stages.len() - 1;
+        // The loss is made where the last layers are: on the last stage, or on the first if virtual stages go there and back.
+        let first_that = |which: Scalar| (0..self.program.stages.len()).rev().find_map(|stage| read(stage, which));
         Ok(StepResult {
-            loss: read(last, Scalar::Loss).unwrap_or(f64::NAN),
-            grad_norm: read(last, Scalar::NormSquared).map(f64::sqrt),
+            loss: first_that(Scalar::Loss).unwrap_or(f64::NAN),
+            grad_norm: first_that(Scalar::NormSquared).map(f64::sqrt),
             seconds: started.elapsed().as_secs_f64(),
         })
     }

@@ -58,7 +58,7 @@ impl Cut<'_> {
                 body.insert(site.2, Issue { stream: own, instr: Instr::Wait(event) });
                 body.insert(site.2, Issue { stream: other, instr: Instr::Record(event) });
                 // An edge from a stream of messages could make ranks wait for each other, so only local work is waited for.
-                (!matches!(other, Stream::SendForward | Stream::SendBackward | Stream::RecvForward | Stream::RecvBackward)).then(|| show(site))
+                (!other.carries_messages()).then(|| show(site))
             }
             Rewrite::OtherStreamWithEdges => {
                 let site = self.site(|i| matches!(i, Instr::Run { .. } | Instr::Zero { .. } | Instr::Slice { .. } | Instr::AddInto { .. }))?;

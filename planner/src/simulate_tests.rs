@@ -1,3 +1,5 @@
+//! The event simulation against its bounds and against the objective, for random pipelines of every schedule.
+
 use super::*;
 use crate::objective::{LayerTerms, StageTime, border, share, total};
 use dplan_ir::plan::Schedule;

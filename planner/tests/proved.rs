@@ -9,7 +9,7 @@ use dplan_ir::interp::Tensor;
 use dplan_ir::interp::graph::{TrainState, train_step};
 use dplan_ir::interp::program::ProgramRun;
 use dplan_ir::optimizer::{Hyper, StepScalars};
-use dplan_ir::plan::{Clip, Plan};
+use dplan_ir::plan::{Clip, Plan, Schedule, StagePlan};
 use dplan_ir::program::{Program, Role};
 use dplan_ir::text;
 use dplan_ir::verify::program::verify_program;
@@ -90,6 +90,24 @@ fn close(got: f64, want: f64, what: &str) {
     assert!((got - want).abs() <= 1e-9 * want.abs().max(1.0), "{what}: {got}, expected {want}");
 }
 
+/// Every schedule over as many stages as large plans have: messages of two turns each, which a stage that runs ahead soon waits for.
+#[test]
+fn pipelines_of_many_stages_reach_their_end() {
+    let schedules = [(Schedule::ZbH1, 1), (Schedule::ZbV, 2), (Schedule::Interleaved, 2)];
+    for ((schedule, virtual_stages), (stages, micro_batches)) in schedules.into_iter().flat_map(|s| [(s, (7, 14)), (s, (32, 160))]) {
+        let layers = (stages * virtual_stages) as u32;
+        let mut dice = Dice(7);
+        let model = zoo::Model { blocks: layers - 2, batch: 1, ffn: zoo::Ffn::Plain, tied: false, ..zoo::model(&mut dice, 1) };
+        let graph = zoo::graph(&model);
+        let degrees = Degrees { dp: 1, tp: 1, pp: 1, micro_batches };
+        let mut plan = Plan { cp: 1, schedule, virtual_stages, ..zoo::plan(&graph, degrees, &mut dice) };
+        plan.stages = (0..layers).map(|l| StagePlan { first: l, last: l }).collect();
+        let what = format!("{} on {stages} stages", schedule.name());
+        let program = lower::lower(&graph, &plan).unwrap_or_else(|e| panic!("{what}: {e}"));
+        verify_program(&graph, &program).unwrap_or_else(|v| panic!("{what}: {} violations, first {}", v.len(), v[0]));
+    }
+}
+
 /// 16 stages of 8 layers, 1536 micro-batches: all but a few periods are skipped.
 #[test]
 fn a_large_program_costs_no_more_than_a_few_periods() {
@@ -98,8 +116,8 @@ fn a_large_program_costs_no_more_than_a_few_periods() {
     let graph = zoo::graph(&model);
     let degrees = Degrees { dp: 2, tp: 2, pp: 16, micro_batches: 1536 };
     let mut plan = zoo::plan(&graph, degrees, &mut dice);
-    plan.schedule = dplan_ir::plan::Schedule::OneFOneB;
-    plan.stages = (0..16).map(|s| dplan_ir::plan::StagePlan { first: 8 * s, last: 8 * s + 7 }).collect();
+    plan.schedule = Schedule::OneFOneB;
+    plan.stages = (0..16).map(|s| StagePlan { first: 8 * s, last: 8 * s + 7 }).collect();
     let program = lower::lower(&graph, &plan).unwrap_or_else(|e| panic!("{e}"));
     let start = std::time::Instant::now();
     let facts = verify_program(&graph, &program).unwrap_or_else(|v| panic!("{} violations, first {}", v.len(), v[0]));

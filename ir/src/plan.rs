@@ -32,6 +32,13 @@ impl Schedule {
             Schedule::ZbV => "zb-v",
         }
     }
+    /// One virtual stage on each stage, and backward passes in one piece.
+    pub fn is_plain(self) -> bool {
+        match self {
+            Schedule::GPipe | Schedule::OneFOneB => true,
+            Schedule::Interleaved | Schedule::ZbH1 | Schedule::ZbV => false,
+        }
+    }
     pub fn from_name(name: &str) -> Option<Schedule> {
         Schedule::ALL.into_iter().find(|s| s.name() == name)
     }

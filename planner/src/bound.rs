@@ -9,10 +9,13 @@
 //! with `time`, `end` and `n` as the objective adds them up, whatever the schedule ([`crate::objective`]). Before layers are priced, their least time `t` alone counts:
 //! a ramp is at least its part of that ([`spread`]).
 
+use crate::capacity::Layers;
+use crate::memory::LayerBytes;
 use crate::menu::{Choice, Menus};
-use crate::objective::{Home, StageTime, repeats};
-use crate::prices::Prices;
+use crate::objective::{Home, LayerSync, StageTime, Terms, repeats};
+use crate::prices::{Floor, Links, Prices, Reference};
 use crate::problem::Problem;
+use crate::search::NEVER;
 use crate::space::Tuple;
 use dplan_ir::plan::Schedule;
 
@@ -46,20 +49,44 @@ pub fn priced(menus: &Menus, layers: &[usize]) -> u64 {
     narrow(together.max(apart) + u128::from(menus.constant))
 }
 
-/// What no plan of a tuple can beat, before its layers are priced: each takes at least its floor ([`Prices::floor`]).
+/// What no plan of a tuple can beat, before its layers are priced ([`Prices::floor`]), memory aside.
 pub fn floor(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple) -> u64 {
-    spread(problem, tuple, |class| prices.floor(class, tuple.shape()).0)
+    let least: Vec<u64> = problem.kinds.iter().map(|k| prices.floor(k.class, tuple.shape(), Reference::Rank, &k.recompute).time()).collect();
+    spread(problem, tuple, &least, 0)
 }
 
-/// The same by the trend of a larger micro-batch ([`Prices::trend`]).
-pub fn trend(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple, largest: u64) -> u64 {
-    spread(problem, tuple, |class| prices.trend(class, tuple.shape(), largest).0)
+/// The same where layers have to fit, as known from a reference.
+pub fn fitting(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple, from: Reference) -> u64 {
+    let floors: Vec<Floor> = problem.kinds.iter().map(|k| prices.floor(k.class, tuple.shape(), from, &k.recompute)).collect();
+    held(problem, prices, tuple, &floors)
 }
 
-/// The objective of layers that take the least time of their classes, perfectly spread over stages: with mean time `t` of a stage,
-/// `(p + m − 1) · t` where the ramp is all of it, `((p − 1) / v + m) · t` where it is one of `v` parts, `m · t` where weight gradients may fill it.
-fn spread(problem: &Problem, tuple: &Tuple, least: impl FnMut(u32) -> u64) -> u64 {
-    let least: Vec<u64> = problem.kinds.iter().map(|k| k.class).map(least).collect();
+/// The objective of layers that take the least of their kinds, the slowest stage no quicker than those of each kind allow that have to fit.
+fn held(problem: &Problem, prices: &dyn Prices, tuple: &Tuple, floors: &[Floor]) -> u64 {
+    let least: Vec<u64> = floors.iter().map(Floor::time).collect();
+    let mesh = tuple.mesh();
+    let links: &dyn Links = prices;
+    let terms = Terms { links, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 1 };
+    let mut slowest = 0;
+    // Halves of a backward pass and virtual stages keep other frames. A kind without ways is for its pricing to find.
+    for (at, (kind, floor)) in
+        problem.kinds.iter().zip(floors).enumerate().filter(|(_, (_, floor))| tuple.schedule.is_plain() && !floor.trades.is_empty())
+    {
+        let bytes = LayerBytes { buckets: floor.buckets.clone(), ..LayerBytes::default() };
+        let syncs: Vec<LayerSync> = kind.zeros(tuple).map(|zero| terms.sync(&bytes, zero, Home::Together)).collect();
+        let count = problem.layers.iter().filter(|&&k| k == at).count();
+        let layers = Layers { trades: &floor.trades, part: floor.part, syncs: &syncs, count };
+        match layers.slowest((0..tuple.pp).map(|s| tuple.in_flight(s)), problem.budget) {
+            Some(time) => slowest = slowest.max(time),
+            None => return NEVER,
+        }
+    }
+    spread(problem, tuple, &least, slowest)
+}
+
+/// The objective of layers that take the least time of their kinds, perfectly spread over stages, of which the slowest takes so much at least: with mean time `t` of
+/// a stage, `(p + m − 1) · t` where the ramp is all of it, `((p − 1) / v + m) · t` where it is one of `v` parts, `m · t` where weight gradients may fill it.
+fn spread(problem: &Problem, tuple: &Tuple, least: &[u64], slowest: u64) -> u64 {
     let total: u128 = problem.layers.iter().map(|&kind| u128::from(least[kind])).sum();
     let (p, m) = (u128::from(tuple.pp), u128::from(tuple.micro_batches));
     let (times, parts) = match tuple.schedule {
@@ -67,7 +94,8 @@ fn spread(problem: &Problem, tuple: &Tuple, least: impl FnMut(u32) -> u64) -> u6
         Schedule::Interleaved => (p - 1 + u128::from(tuple.virtual_stages) * m, u128::from(tuple.virtual_stages)),
         Schedule::ZbH1 | Schedule::ZbV => (m, 1),
     };
-    narrow((total * times).div_ceil(p * parts))
+    let uneven = if slowest > 0 { total + (m - 1) * u128::from(slowest) } else { 0 };
+    narrow((total * times).div_ceil(p * parts).max(uneven))
 }
 
 fn narrow(bound: u128) -> u64 {

@@ -3,12 +3,14 @@
 //! The checker lists the space by trying all numbers instead of divisors, bounds tuples again from prices alone, without menus or stages, and solves those that were
 //! solved exactly again by integer programs ([`crate::integer`]).
 
+use crate::capacity::Trade;
 use crate::integer::{self, SolverFault};
+use crate::memory::LayerBytes;
 use crate::menu::Menus;
-use crate::objective::{Home, StageTime, Terms, border, share};
-use crate::prices::Prices;
-use crate::problem::Problem;
-use crate::search::{Closed, How, largest};
+use crate::objective::{Home, LayerSync, StageTime, Terms, border, share};
+use crate::prices::{Floor, Links, Prices, Reference, scaled};
+use crate::problem::{Kind, Problem};
+use crate::search::{Closed, How, trend_batches};
 use crate::space::{MOST_TP, Tuple, least_block, searched};
 use dplan_ir::plan::{Schedule, Zero};
 use dplan_ir::sharding::Sharding;
@@ -55,7 +57,7 @@ pub fn check(problem: &Problem, prices: &mut dyn Prices, objective: u64, lower_b
     let mut faults = Vec::new();
     let mut missing = space(problem, prices);
     let roomy: Vec<Tuple> = missing.iter().filter(|t| !is_crowded(problem, prices, t)).copied().collect();
-    let largest = largest(&roomy);
+    let trend_batches = trend_batches(&roomy);
     let mut checked = Checked::default();
     let mut witness = false;
     for &Closed { tuple, how } in closed {
@@ -77,7 +79,7 @@ pub fn check(problem: &Problem, prices: &mut dyn Prices, objective: u64, lower_b
             }
             How::Open(claimed) if claimed < lower_bound => faults.push(Fault::Low { tuple, claimed, objective: lower_bound }),
             How::Open(claimed) => {
-                let floor = quickest(problem, &tuple, |class| prices.floor(class, tuple.shape()).0);
+                let floor = quickest(problem, &tuple, |kind| prices.floor(kind.class, tuple.shape(), Reference::Rank, &kind.recompute).time());
                 let found = if floor < lower_bound { weights(problem, prices, &tuple).unwrap_or(u64::MAX) } else { floor };
                 if found >= lower_bound {
                     checked.recomputed += 1;
@@ -104,12 +106,14 @@ pub fn check(problem: &Problem, prices: &mut dyn Prices, objective: u64, lower_b
                 faults.push(Fault::Low { tuple, claimed, objective })
             }
             How::Floor(claimed) => {
-                let found = quickest(problem, &tuple, |class| prices.floor(class, tuple.shape()).0);
+                let found = reached(problem, prices, &tuple, Reference::Rank, objective);
                 record(&mut checked, &mut faults, tuple, claimed, found, objective);
             }
             How::Trend(claimed) => {
-                let found = quickest(problem, &tuple, |class| prices.trend(class, tuple.shape(), largest[&tuple.tp]).0);
-                record(&mut checked, &mut faults, tuple, claimed, found, objective);
+                let sequences = trend_batches[&tuple.tp];
+                let references = [Reference::Whole { sequences }, Reference::Same { sequences }];
+                let found = references.into_iter().map(|from| reached(problem, prices, &tuple, from, objective)).find(|&found| found >= objective);
+                record(&mut checked, &mut faults, tuple, claimed, found.unwrap_or(0), objective);
             }
             How::Bound(claimed) => {
                 let found = weights(problem, prices, &tuple).unwrap_or(u64::MAX);
@@ -210,9 +214,9 @@ fn orders(problem: &Problem, pp: u64, micro_batches: u64) -> Vec<(Schedule, u64)
     all
 }
 
-/// The objective of layers that take the least time of their classes.
-pub(crate) fn quickest(problem: &Problem, tuple: &Tuple, mut least: impl FnMut(u32) -> u64) -> u64 {
-    let sum: u128 = problem.layers.iter().map(|&kind| u128::from(least(problem.kinds[kind].class))).sum();
+/// The objective of layers that take the least time of their kinds.
+pub(crate) fn quickest(problem: &Problem, tuple: &Tuple, mut least: impl FnMut(&Kind) -> u64) -> u64 {
+    let sum: u128 = problem.layers.iter().map(|&kind| u128::from(least(&problem.kinds[kind]))).sum();
     let (p, m, v) = (u128::from(tuple.pp), u128::from(tuple.micro_batches), u128::from(tuple.virtual_stages));
     // The mean stage runs every micro-batch; while the pipeline fills and drains it waits for its part of the other stages' times.
     let waits = match tuple.schedule {
@@ -221,6 +225,52 @@ pub(crate) fn quickest(problem: &Problem, tuple: &Tuple, mut least: impl FnMut(u
         Schedule::ZbH1 | Schedule::ZbV => 0,
     };
     u64::try_from((m * sum + waits).div_ceil(p)).unwrap_or(u64::MAX)
+}
+
+/// A bound by the floors of all kinds: the objective if stages that are quick enough for anything better cannot hold all layers.
+fn reached(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple, from: Reference, objective: u64) -> u64 {
+    let floors: Vec<Floor> = problem.kinds.iter().map(|k| prices.floor(k.class, tuple.shape(), from, &k.recompute)).collect();
+    let prices: &dyn Prices = prices;
+    let time = |kind: usize| floors[kind].time();
+    let sum: u64 = problem.layers.iter().map(|&kind| time(kind)).sum();
+    let of = |kind: &Kind| problem.kinds.iter().position(|k| k == kind).map_or(0, time);
+    let quickest = quickest(problem, tuple, of);
+    if quickest >= objective || !tuple.schedule.is_plain() {
+        return quickest;
+    }
+    // No stage of a better plan takes this long.
+    let slow = match tuple.micro_batches {
+        1 => u64::MAX,
+        m => (objective - sum).div_ceil(m - 1),
+    };
+    let overfull = |(at, floor): (usize, &Floor)| {
+        let held: u64 = (0..tuple.pp).map(|stage| holds(problem, prices, tuple, (&problem.kinds[at], floor), stage, slow)).sum();
+        held < problem.layers.iter().filter(|&&kind| kind == at).count() as u64
+    };
+    if floors.iter().enumerate().any(|(at, floor)| !floor.trades.is_empty() && overfull((at, floor))) { objective } else { quickest }
+}
+
+/// The most layers of a kind, split between any two ways, that a stage can hold and run in less than `slow`; all layers at most.
+fn holds(problem: &Problem, prices: &dyn Prices, tuple: &Tuple, (kind, floor): (&Kind, &Floor), stage: u64, slow: u64) -> u64 {
+    let (mesh, links, in_flight): (_, &dyn Links, _) = (tuple.mesh(), prices, tuple.in_flight(stage));
+    let terms = Terms { links, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 1 };
+    let bytes = LayerBytes { buckets: floor.buckets.clone(), ..LayerBytes::default() };
+    let syncs: Vec<_> = kind.zero.iter().filter(|z| tuple.dp * tuple.cp > 1 || z.0 == 0).map(|&z| terms.sync(&bytes, z, Home::Together)).collect();
+    let fits = |n: u64, trade: &Trade| {
+        let Some(free) = problem.budget.checked_sub(scaled(trade.workspace(), floor.part)) else { return false };
+        let way = |sync: &LayerSync, &(frame, time): &(u64, u64)| {
+            (n * (sync.states() + scaled(frame, (in_flight * floor.part.0, floor.part.1))), n * sync.least_time(scaled(time, floor.part)))
+        };
+        let ways: Vec<(u64, u64)> = syncs.iter().flat_map(|sync| trade.corners().iter().map(move |corner| way(sync, corner))).collect();
+        ways.iter().filter(|w| w.0 <= free).any(|&(small, slower)| {
+            ways.iter().filter(|w| w.0 >= small && w.1 <= slower).any(|&(large, quicker)| {
+                // As many layers as fit are the larger way.
+                let (more, saved) = (u128::from(large - small), u128::from(free - small) * u128::from(slower - quicker));
+                if free >= large { quicker < slow } else { u128::from(slower) * more < u128::from(slow) * more + saved }
+            })
+        })
+    };
+    (1..=problem.layers.len() as u64).take_while(|&n| floor.trades.iter().any(|t| fits(n, t))).last().unwrap_or(0)
 }
 
 /// The least objective that the priced layers allow; nothing if some layer cannot run.

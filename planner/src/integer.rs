@@ -19,9 +19,9 @@
 use crate::certificate::{is_crowded, quickest, weights};
 use crate::menu::Menus;
 use crate::objective::{Home, StageTime, repeats};
-use crate::prices::Prices;
+use crate::prices::{Prices, Reference};
 use crate::problem::Problem;
-use crate::search::{Closed, Found, How, NEVER, Outcome, Statistics, largest};
+use crate::search::{Closed, Found, How, NEVER, Outcome, Statistics, trend_batches};
 use crate::space::tuples;
 use crate::stages::Solution;
 use crate::virtual_stages::even_cuts;
@@ -138,10 +138,10 @@ pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bo
             closed.how = How::Crowded;
         }
     }
-    let largest = largest(closed.iter().filter(|c| c.how != How::Crowded).map(|c| &c.tuple));
+    let trend_batches = trend_batches(closed.iter().filter(|c| c.how != How::Crowded).map(|c| &c.tuple));
     let mut order: Vec<(u64, usize)> = Vec::new();
     for (at, tuple) in space.iter().enumerate().filter(|&(at, _)| closed[at].how != How::Crowded) {
-        order.push((quickest(problem, tuple, |class| prices.floor(class, tuple.shape()).0), at));
+        order.push((quickest(problem, tuple, |kind| prices.floor(kind.class, tuple.shape(), Reference::Rank, &kind.recompute).time()), at));
     }
     order.sort_unstable();
     let (mut best, mut objective, mut solved, mut lower_bound): (Option<Found>, u64, usize, Option<u64>) = (None, NEVER, 0, None);
@@ -157,7 +157,8 @@ pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bo
             closed[at].how = How::Open(floor);
             continue;
         }
-        let trend = quickest(problem, &tuple, |class| prices.trend(class, tuple.shape(), largest[&tuple.tp]).0);
+        let sequences = trend_batches[&tuple.tp];
+        let trend = quickest(problem, &tuple, |kind| prices.floor(kind.class, tuple.shape(), Reference::Same { sequences }, &kind.recompute).time());
         if trend >= objective {
             closed[at].how = How::Trend(trend);
             continue;

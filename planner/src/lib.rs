@@ -2,6 +2,7 @@
 
 pub mod baselines;
 pub mod bound;
+pub mod capacity;
 pub mod certificate;
 pub mod cost;
 pub mod executor;

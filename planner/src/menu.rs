@@ -97,8 +97,7 @@ impl Menus {
         let messages = (0..pipeline.all_virtual() - 1).map(message).collect();
         let mut choices = Vec::new();
         for ((kind, offers), halves) in problem.kinds.iter().zip(&offers).zip(&halves) {
-            let most = if parted { 1 } else { 3 };
-            let zeros: Vec<Zero> = kind.zero.iter().copied().filter(|z| z.0 == 0 || tuple.dp * tuple.cp > 1 && z.0 <= most).collect();
+            let zeros: Vec<Zero> = kind.zeros(&tuple).collect();
             // Many options have the same buckets.
             let mut syncs: Vec<(&Offer, Vec<[LayerSync; 3]>)> = Vec::new();
             let mut menu = Vec::new();

@@ -1,26 +1,32 @@
 //! Prices of a graph on a machine.
 //!
-//! Each class is priced once for a shape, a few milliseconds each, so two bounds come first:
-//! - the *floor*: splitting an op over `n = cp · tp` ranks saves at most the factor `n`, since rates do not rise and replicated operands do not shrink when blocks get
-//!   smaller ([`crate::cost::compute`]): an option takes at least as long as the quickest on one rank, over `n`;
-//! - the *trend*: a sequence takes least time in the largest micro-batch, since launches, latencies and weights are shared by more of them: one pricing for each
-//!   degree bounds all micro-batches.
+//! Each class is priced once for a shape, some milliseconds each, so bounds come first, from sketches of few other shapes:
+//! - the *floor*: splitting an op over `n = cp · tp` ranks saves at most the factor `n` of time and bytes, since rates do not rise and replicated operands do not shrink
+//!   when blocks get smaller ([`crate::cost::compute`]): an option takes at least what one on a single rank does, over `n`.
+//!   The same holds for `cp` alone;
+//! - the *trend*: a sequence takes least in the largest micro-batch, since launches, latencies and weights are shared by more of them, and blocks are rounded up
+//!   to whole lines of memory: one pricing for each degree bounds all micro-batches that divide the one priced.
 
+use crate::capacity::Trade;
 use crate::lower::{BackwardPass, LowerError};
 use crate::machine::Machine;
+use crate::memory::BucketSize;
 use crate::options::{Blueprint, Halves, Key, Pricing};
 use crate::padding::candidates;
-use crate::prices::{Links, Offer, Prices, Shape};
-use crate::space::divisors;
+use crate::prices::{Floor, Links, Offer, Prices, Reference, Shape};
+use crate::space::{divisors, greatest_common_divisor};
 use crate::units::{Bytes, Nanos};
 use dplan_ir::entity::ValueId;
 use dplan_ir::graph::{Graph, Layout};
 use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
-use dplan_ir::plan::Zero;
+use dplan_ir::plan::{Recompute, Zero};
 use dplan_ir::program::Pattern;
 use dplan_ir::sharding::{Padded, local_type};
 use std::collections::BTreeMap;
 use std::rc::Rc;
+
+/// Trades of a reference shape, and the least of its buckets.
+type Sketch = (Rc<[Trade]>, Vec<BucketSize>);
 
 /// A differentiated graph on a machine.
 pub struct Model<'a> {
@@ -38,6 +44,7 @@ pub struct Model<'a> {
     offers: BTreeMap<(u32, Shape), Rc<[Offer]>>,
     priced: BTreeMap<(u32, Key), Rc<[Offer]>>,
     halves: BTreeMap<(u32, Key), Rc<[Halves]>>,
+    sketches: BTreeMap<(u32, Shape, Vec<Recompute>), Sketch>,
     /// Bytes of each boundary.
     handed_on: BTreeMap<Shape, Vec<u64>>,
 }
@@ -63,12 +70,27 @@ impl<'a> Model<'a> {
             offers: BTreeMap::new(),
             priced: BTreeMap::new(),
             halves: BTreeMap::new(),
+            sketches: BTreeMap::new(),
             handed_on: BTreeMap::new(),
         })
     }
 
     fn padded(&mut self, tp: u64) -> Rc<[Padded]> {
         Rc::clone(self.padded.entry(tp).or_insert_with(|| candidates(self.graph, &Mesh::new(1, tp)).into()))
+    }
+
+    /// What bounds of other shapes ask of this one.
+    fn sketch(&mut self, class: u32, shape: Shape, recompute: &[Recompute]) -> Sketch {
+        let key = (class, shape, recompute.to_vec());
+        if let Some(known) = self.sketches.get(&key) {
+            return known.clone();
+        }
+        let found = match (self.pricing(shape), self.blueprints.get(&class)) {
+            (Some(pricing), Some(blueprint)) => blueprint.sketch(&pricing, recompute),
+            _ => (Vec::new(), Vec::new()),
+        };
+        let found: Sketch = (found.0.into(), found.1);
+        self.sketches.entry(key).or_insert(found).clone()
     }
 
     fn pricing(&mut self, shape: Shape) -> Option<Pricing<'a>> {
@@ -81,11 +103,7 @@ impl<'a> Model<'a> {
 /// The greatest common divisor of the sizes of all expert dims.
 fn routed_experts(graph: &Graph) -> Option<u64> {
     let routed = graph.values.values().filter(|v| v.ty.layout != Layout::Dense);
-    routed.map(|v| graph.size(v.ty.dims[2])).reduce(gcd)
-}
-
-fn gcd(a: u64, b: u64) -> u64 {
-    if b == 0 { a } else { gcd(b, a % b) }
+    routed.map(|v| graph.size(v.ty.dims[2])).reduce(greatest_common_divisor)
 }
 
 impl std::fmt::Debug for Model<'_> {
@@ -159,10 +177,15 @@ impl Prices for Model<'_> {
         halves
     }
 
-    fn floor(&mut self, class: u32, shape: Shape) -> Nanos {
-        let alone = Shape { tp: 1, cp: 1, boundary: None, padding: 0, ..shape };
-        let quickest = self.offers(class, alone).iter().map(|o| o.option.time().0).min().unwrap_or(0);
-        Nanos(quickest / (shape.cp * shape.tp))
+    fn floor(&mut self, class: u32, shape: Shape, from: Reference, recompute: &[Recompute]) -> Floor {
+        let (reference, ways) = match from {
+            Reference::Rank => (Shape { tp: 1, cp: 1, boundary: None, padding: 0, ..shape }, shape.cp * shape.tp),
+            Reference::Whole { sequences } => (Shape { micro_batch: sequences, cp: 1, ..shape }, shape.cp),
+            Reference::Same { sequences } => (Shape { micro_batch: sequences, ..shape }, 1),
+        };
+        let (trades, buckets) = self.sketch(class, reference, recompute);
+        let share = |b: BucketSize| BucketSize { elems: b.elems / (shape.tp / reference.tp), ..b };
+        Floor { trades, part: (shape.micro_batch, reference.micro_batch * ways), buckets: buckets.into_iter().map(share).collect() }
     }
 
     fn contexts(&self, ranks: u64, least_block: u64) -> Vec<u64> {
@@ -172,12 +195,6 @@ impl Prices for Model<'_> {
 
     fn experts(&self, ranks: u64) -> Vec<u64> {
         divisors(ranks).filter(|ep| self.experts.is_some_and(|experts| experts.is_multiple_of(*ep)) || *ep == 1).collect()
-    }
-
-    fn trend(&mut self, class: u32, shape: Shape, largest: u64) -> Nanos {
-        let quickest = self.offers(class, Shape { micro_batch: largest, ..shape }).iter().map(|o| o.option.time().0).min();
-        let share = |time: u64| u64::try_from(u128::from(time) * u128::from(shape.micro_batch) / u128::from(largest)).unwrap_or(u64::MAX);
-        Nanos(quickest.map_or(0, share))
     }
 
     fn boundary_bytes(&mut self, layer: u32, shape: Shape) -> u64 {

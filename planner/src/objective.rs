@@ -191,7 +191,14 @@ struct Sync {
     update: u64,
 }
 
+impl Sync {
+    const NONE: Sync = Sync { gather: 0, reduce: 0, rest: 0, late: 0, add: 0, update: 0 };
+}
+
 impl LayerSync {
+    /// Of a layer without parameters.
+    pub const NONE: LayerSync = LayerSync { zero: Zero(0), every: Sync::NONE, once: Sync::NONE, states: 0, ring: 0 };
+
     /// What a layer with these buckets adds, if its passes take so long.
     pub fn terms(&self, forward: Nanos, backward: Nanos) -> LayerTerms {
         let (f, b, every) = (forward.0, backward.0, &self.every);
@@ -220,6 +227,21 @@ impl LayerSync {
             _ => once.rest + once.update,
         };
         end + once.late
+    }
+
+    /// The least time of a micro-batch whose passes take so long together: `x ∥ y + x' ∥ y' ≥ (x + x') ∥ (y + y')`, and `b ∥ y ≥ b + 20 % · y`.
+    pub fn least_time(&self, passes: u64) -> u64 {
+        let Sync { gather, reduce, add, .. } = self.every;
+        match self.zero.0 {
+            0 | 1 => passes,
+            2 => (passes + (reduce * INTERFERENCE_PERCENT).div_ceil(100)).max(reduce) + add,
+            _ => beside(passes, 2 * gather + reduce) + add,
+        }
+    }
+
+    /// Bytes of parameters, gradients and optimizer states.
+    pub fn states(&self) -> u64 {
+        self.states
     }
 
     /// Nanoseconds more if gradients wait for the end of the backward pass and parameters are sent to all ranks at the start of the step.

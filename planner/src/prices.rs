@@ -1,11 +1,14 @@
 //! What the search asks of a model on a machine. Everything that knows ops, tensors or links is behind this trait; the search sees layers,
 //! their options, and times of transfers. Tests give it drawn prices.
 
+use crate::capacity::Trade;
 use crate::cost::comm;
 use crate::machine::Machine;
+use crate::memory::BucketSize;
 use crate::options::{Halves, LayerOption};
 use crate::units::{Bytes, Nanos};
 use dplan_ir::mesh::{AxisSet, Mesh};
+use dplan_ir::plan::Recompute;
 use dplan_ir::program::Pattern;
 use dplan_ir::sharding::Sharding;
 use std::rc::Rc;
@@ -32,6 +35,41 @@ pub struct Offer {
     pub tie: Option<Sharding>,
 }
 
+/// The shape that bounds others.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Reference {
+    /// One rank, whatever boundary and padding: there are few of these.
+    Rank,
+    /// Whole sequences, of which there are so many: a multiple of the micro-batch.
+    Whole { sequences: u64 },
+    /// So many sequences, as much in parts as in the shape.
+    Same { sequences: u64 },
+}
+
+/// What all offers of a class in a shape take at least, as known from another shape, the *reference*. For every offer there is a way among those of the reference that
+/// takes, times `part`, no more time, no more frame bytes, and no more frame and workspace bytes together; and every offer has at least the elements of `buckets`.
+#[derive(Clone, Debug)]
+pub struct Floor {
+    pub trades: Rc<[Trade]>,
+    /// As a fraction.
+    pub part: (u64, u64),
+    /// One for each way in which parameters are spread over data axes, tied ones aside.
+    pub buckets: Vec<BucketSize>,
+}
+
+impl Floor {
+    /// No offer is quicker, forward and backward.
+    pub fn time(&self) -> u64 {
+        let quickest = self.trades.iter().map(Trade::quickest).min().unwrap_or(0);
+        scaled(quickest, self.part)
+    }
+}
+
+/// `amount` times a fraction, rounded down.
+pub fn scaled(amount: u64, (part, of): (u64, u64)) -> u64 {
+    u64::try_from(u128::from(amount) * u128::from(part) / u128::from(of)).unwrap_or(u64::MAX)
+}
+
 /// Times of transfers on a machine.
 pub trait Links {
     /// Time of a collective on one stage; `bytes` is the larger of what a rank puts in and gets out.
@@ -56,15 +94,12 @@ pub trait Prices: Links {
     fn offers(&mut self, class: u32, shape: Shape) -> Rc<[Offer]>;
     /// The same, in the same order, with backward passes in halves.
     fn halves(&mut self, class: u32, shape: Shape) -> Rc<[Halves]>;
-    /// No offer of the class takes less than this, forward and backward, in the shape, whatever its boundary and padding: found with little pricing.
-    fn floor(&mut self, class: u32, shape: Shape) -> Nanos;
+    /// Of the offers of the class in a shape that recompute in one of these ways.
+    fn floor(&mut self, class: u32, shape: Shape, from: Reference, recompute: &[Recompute]) -> Floor;
     /// Degrees of context parallelism that leave every rank a block of at least so many positions.
     fn contexts(&self, ranks: u64, least_block: u64) -> Vec<u64>;
     /// Degrees of expert parallelism that the model's experts allow.
     fn experts(&self, ranks: u64) -> Vec<u64>;
-    /// No offer of the class takes less in this shape, as found by pricing the same shape with `largest` sequences: a sequence takes least time in the largest
-    /// micro-batch.
-    fn trend(&mut self, class: u32, shape: Shape, largest: u64) -> Nanos;
     /// Bytes on one rank of the value that a layer hands to the next.
     fn boundary_bytes(&mut self, layer: u32, shape: Shape) -> u64;
     /// What arena and context share on one device.

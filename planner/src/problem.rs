@@ -3,6 +3,7 @@
 use crate::memory::StateTypes;
 use crate::pins::Pins;
 use crate::prices::Prices;
+use crate::space::Tuple;
 use dplan_ir::plan::{Clip, Recompute, Zero};
 
 /// Layers that are alike and are pinned alike.
@@ -11,6 +12,18 @@ pub struct Kind {
     pub class: u32,
     pub zero: Vec<Zero>,
     pub recompute: Vec<Recompute>,
+}
+
+impl Kind {
+    /// The ZeRO stages that its layers may have in a tuple: ranks that share nothing have one, and with backward passes in halves gradients stay whole.
+    pub fn zeros(&self, tuple: &Tuple) -> impl Iterator<Item = Zero> {
+        let most = match (tuple.dp * tuple.cp, tuple.pipeline().parts_backward()) {
+            (1, _) => 0,
+            (_, true) => 1,
+            (_, false) => 3,
+        };
+        self.zero.iter().copied().filter(move |z| z.0 <= most)
+    }
 }
 
 #[derive(Clone, PartialEq, Debug)]

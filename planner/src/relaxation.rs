@@ -17,7 +17,11 @@ pub(crate) struct Lp {
 }
 
 pub(crate) fn hull(items: &[Item], cost: impl Fn(&Load) -> u64) -> Hull {
-    let mut points: Hull = items.iter().map(|(l, choice)| (l.bytes, cost(l), *choice)).collect();
+    corners(items.iter().map(|(l, choice)| (l.bytes, cost(l), *choice)).collect())
+}
+
+/// The hull of some points.
+pub(crate) fn corners(mut points: Hull) -> Hull {
     points.sort_unstable();
     let mut hull: Hull = Vec::new();
     for p in points {

@@ -2,11 +2,14 @@
 
 use super::*;
 use crate::baselines::baselines;
+use crate::capacity::Trade;
 use crate::certificate::check;
 use crate::explain::explain;
 use crate::options::tests::{Sizes, llama};
 use crate::predict::predict;
-use crate::prices::{Prices, Shape};
+use crate::prices::{Offer, Prices, Reference, Shape, scaled};
+use dplan_ir::plan::Recompute;
+use std::collections::BTreeSet;
 
 fn request<'a>(graph: &'a Graph, classes: &'a [u32], machine: &'a Machine, batch: u64, pins: &str) -> Request<'a> {
     Request {
@@ -84,31 +87,55 @@ fn plans_cost_what_the_search_says_and_fit() {
     }
 }
 
+/// Every offer is matched by some way of each floor, at any price of a byte and with any number of micro-batches in flight, and has at least its elements.
 #[test]
-fn floors_and_trends_are_below_all_prices() {
-    let graph = llama(SIZES, DType::F32);
-    let classes = dplan_ir::layers::classes(&graph);
-    for cluster in ["cpu:4", "h100:2x2"] {
-        let machine = Machine::parse(cluster).unwrap();
-        let mut model = Model::new(&graph, &classes, &machine).unwrap();
-        let mut compared = 0;
-        for tp in [1, 2, 4] {
-            for boundary in [None, Some(1)] {
-                for padding in 0..model.paddings(tp) {
-                    for micro_batch in [1, 2, 3, 8] {
-                        let shape = Shape { tp, cp: 1, ep: 1, micro_batch, boundary, padding };
+fn floors_are_below_all_offers() {
+    for (experts, clusters) in [(None, ["cpu:4", "h100:2x2"]), (Some((4, 2)), ["cpu:4", "h100:2x2"])] {
+        let graph = llama(Sizes { experts, ..SIZES }, DType::F32);
+        let all = dplan_ir::layers::classes(&graph);
+        let classes: BTreeSet<u32> = all.iter().copied().collect();
+        for cluster in clusters {
+            let machine = Machine::parse(cluster).unwrap();
+            let mut model = Model::new(&graph, &all, &machine).unwrap();
+            let mut compared = 0;
+            for (tp, cp, ep) in [(1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 2, 4)] {
+                for (boundary, micro_batch) in [(None, 1), (None, 3), (Some(1), 2), (Some(1), 6)] {
+                    for padding in 0..model.paddings(tp) {
+                        let shape = Shape { tp, cp, ep, micro_batch, boundary, padding };
                         for &class in &classes {
-                            let Some(least) = model.offers(class, shape).iter().map(|o| o.option.time()).min() else { continue };
-                            let (floor, trend) = (model.floor(class, shape), model.trend(class, shape, 8));
-                            assert!(floor <= least && trend <= least, "{cluster} {shape:?} class {class}: {floor}, {trend}, {least}");
-                            compared += 1;
+                            compared += below_all_offers(&mut model, class, shape, 6);
                         }
                     }
                 }
             }
+            assert!(compared > 1000, "{compared}");
         }
-        assert!(compared > 100);
     }
+}
+
+/// How many offers were compared.
+fn below_all_offers(model: &mut Model<'_>, class: u32, shape: Shape, sequences: u64) -> usize {
+    let offers = model.offers(class, shape);
+    for recompute in [&Recompute::ALL[..], &[Recompute::None], &[Recompute::Full]] {
+        for from in [Reference::Rank, Reference::Whole { sequences }, Reference::Same { sequences }] {
+            let floor = model.floor(class, shape, from, recompute);
+            let part = |amount: u64| scaled(amount, floor.part);
+            for Offer { option, .. } in offers.iter().filter(|o| recompute.contains(&o.option.recompute)) {
+                for (picos_per_byte, in_flight) in [(0, 1), (1, 1), (100, 1), (100, 3), (1_000_000, 7)] {
+                    let cost = |time: u64, frame: u64, workspace: u64| 1000 * time + picos_per_byte * (in_flight * frame + workspace);
+                    let whole = cost(option.time().0, option.bytes.frame, option.bytes.workspace);
+                    let of = |trade: &Trade| trade.corners().iter().map(|&(f, t)| cost(part(t), part(f), part(trade.workspace()))).min();
+                    let least = floor.trades.iter().filter_map(of).min().unwrap();
+                    assert!(least <= whole, "{shape:?} class {class} {from:?}: {least} of {option:?}");
+                }
+                for bucket in &floor.buckets {
+                    let elems: u64 = option.bytes.buckets.iter().filter(|b| !b.tied && b.spread == bucket.spread).map(|b| b.elems).sum();
+                    assert!(bucket.elems <= elems, "{shape:?} class {class} {from:?}: {bucket:?} of {option:?}");
+                }
+            }
+        }
+    }
+    offers.len()
 }
 
 #[test]

@@ -1,14 +1,15 @@
 //! The search over all tuples, best bound first. It stops when the next bound reaches the incumbent, and that stop is the proof: every plan that could be better
 //! was evaluated, on the same objective.
 //!
-//! A tuple is bounded three times, the first two times without pricing its layers. Its exact solution is asked for only below the incumbent. Pipelines that run all forward passes
+//! A tuple is bounded step by step, each bound dearer and closer than the one before ([`Level`]): without pricing its layers, by its menus, and by the linear relaxation of its stages,
+//! whose rounding is a plan that lowers the incumbent. Its exact solution is asked for last, and only below the incumbent. Pipelines that run all forward passes
 //! first (`gpipe`) cost the same as their one-forward-one-backward twin under the objective and need no less memory, so they are closed with it.
 
 use crate::bound;
 use crate::menu::Menus;
-use crate::prices::Prices;
+use crate::prices::{Prices, Reference};
 use crate::problem::Problem;
-use crate::space::{Tuple, tuples};
+use crate::space::{Tuple, least_common_multiple, tuples};
 use crate::stages::{Solution, Solved, Stages};
 use dplan_ir::plan::Schedule;
 use std::cmp::Reverse;
@@ -78,9 +79,18 @@ type Priced = Vec<(u64, Menus)>;
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Level {
-    Floor,
-    Trend,
+    /// By one rank's least times alone.
+    Quick,
+    /// By one rank's sketch, where layers have to fit.
+    Rank,
+    /// By the sketch of whole sequences.
+    Whole,
+    /// By the sketch of more sequences.
+    Same,
+    /// By its menus.
     Priced,
+    /// By the relaxation of its stages.
+    Relaxed,
 }
 
 /// Finds the best plan of all tuples that the pins allow. `late` says that time is up.
@@ -93,57 +103,75 @@ pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bo
         match space.binary_search(&twin) {
             Ok(twin) if tuple.schedule == Schedule::GPipe => how[at] = Some(How::Twin(twin)),
             _ if bound::is_crowded(problem, prices, tuple) => how[at] = Some(How::Crowded),
-            _ => queue.push(Reverse((bound::floor(problem, prices, tuple), Level::Floor, at))),
+            _ => queue.push(Reverse((bound::floor(problem, prices, tuple), Level::Quick, at))),
         }
     }
-    let largest = largest(space.iter().zip(&how).filter(|(_, how)| !matches!(how, Some(How::Crowded))).map(|(tuple, _)| tuple));
-    let mut best: Option<Found> = None;
+    let trend_batches = trend_batches(space.iter().zip(&how).filter(|(_, how)| !matches!(how, Some(How::Crowded))).map(|(tuple, _)| tuple));
+    // With the tuple it is of.
+    let mut best: Option<(usize, Found)> = None;
     let mut objective = NEVER;
     let mut solved = 0;
     let mut lower_bound = None;
     let mut open: Vec<(u64, usize)> = Vec::new();
     // Out of time without a plan, tuples are followed to their ends one by one: an answer needs some plan.
     let mut dive: Option<Reverse<(u64, Level, usize)>> = None;
-    while let Some(Reverse((bound, level, at))) = dive.take().or_else(|| queue.pop()) {
-        if bound >= objective {
-            queue.push(Reverse((bound, level, at)));
-            break;
-        }
+    loop {
+        // A dive ends with a plan, or where there is none.
+        queue.extend(dive.take_if(|Reverse((bound, ..))| best.is_some() || *bound >= objective));
+        let Some(Reverse((bound, level, at))) = dive.take().or_else(|| queue.pop()) else { break };
         let late = late();
-        if late && best.is_some() {
-            lower_bound = Some(bound);
+        if bound >= objective || late && best.is_some() {
+            lower_bound = (bound < objective).then_some(bound);
             queue.push(Reverse((bound, level, at)));
             break;
         }
         let mut go_on = |entry| if late { dive = Some(Reverse(entry)) } else { queue.push(Reverse(entry)) };
         match level {
-            Level::Floor => {
-                let trend = bound::trend(problem, prices, &space[at], largest[&space[at].tp]);
-                go_on((trend.max(bound), Level::Trend, at));
+            Level::Quick | Level::Rank | Level::Whole => {
+                let sequences = trend_batches[&space[at].tp];
+                let (from, next) = match level {
+                    Level::Quick => (Reference::Rank, Level::Rank),
+                    Level::Rank => (Reference::Whole { sequences }, Level::Whole),
+                    _ => (Reference::Same { sequences }, Level::Same),
+                };
+                go_on((bound::fitting(problem, prices, &space[at], from).max(bound), next, at));
             }
-            Level::Trend => match price(problem, prices, space[at], bound).first() {
+            Level::Same => match price(problem, prices, space[at], bound).first() {
                 None => how[at] = Some(How::Impossible),
                 Some(&(bound, _)) => go_on((bound, Level::Priced, at)),
             },
             Level::Priced => {
+                // Menus are made again: most are never asked for, and all together are large.
+                let mut least = NEVER;
+                for (priced, menus) in price(problem, prices, space[at], bound) {
+                    // A plan is expected near its bound; what lies further up can wait for an incumbent.
+                    let near = objective.min(priced.saturating_mul(2));
+                    let rounded = Stages::new(&menus, &problem.layers, problem.budget).rounded(near);
+                    least = least.min(rounded.bound.max(priced));
+                    if let Some(solution) = rounded.best {
+                        objective = solution.objective;
+                        best = Some((at, Found { menus, solution }));
+                    }
+                }
+                go_on((least, Level::Relaxed, at));
+            }
+            Level::Relaxed => {
                 solved += 1;
-                how[at] = Some(How::Nothing(objective));
-                // Made again: most menus are never asked for, and all together are large.
-                for (bound, menus) in price(problem, prices, space[at], bound) {
-                    if bound >= objective {
+                for (priced, menus) in price(problem, prices, space[at], 0) {
+                    if priced >= objective {
                         break;
                     }
                     let solved = best_below(problem, &menus, bound, objective);
                     if let Some(solution) = solved.best {
                         objective = solution.objective;
-                        how[at] = Some(How::Best(objective));
-                        best = Some(Found { menus, solution });
+                        best = Some((at, Found { menus, solution }));
                     }
                     if solved.bound < objective {
                         // The exact pass gave up: an honest gap.
                         open.push((solved.bound.max(bound), at));
                     }
                 }
+                how[at] = Some(How::Nothing(objective));
             }
         }
     }
@@ -157,16 +185,22 @@ pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bo
     for Reverse((bound, level, at)) in queue {
         how[at] = Some(match level {
             _ if bound < objective => How::Open(bound),
-            Level::Floor => How::Floor(bound),
-            Level::Trend => How::Trend(bound),
+            Level::Quick | Level::Rank => How::Floor(bound),
+            Level::Whole | Level::Same => How::Trend(bound),
             Level::Priced => How::Bound(bound),
+            Level::Relaxed => How::Nothing(objective),
         });
+    }
+    if let Some((at, _)) = best
+        && matches!(how[at], Some(How::Nothing(_)))
+    {
+        how[at] = Some(How::Best(objective));
     }
     let lower_bound = lower_bound.unwrap_or(objective);
     let gap = if best.is_some() { (objective - lower_bound) as f64 / objective as f64 } else { 0.0 };
     let statistics = Statistics { space: space.len(), solved, lower_bound, gap, proved };
     let closed = space.into_iter().zip(how).map(|(tuple, how)| Closed { tuple, how: how.unwrap_or(How::Open(0)) }).collect();
-    Outcome { best, closed, statistics }
+    Outcome { best: best.map(|(_, found)| found), closed, statistics }
 }
 
 /// The menus of a tuple with what no plan of theirs can beat, the most promising first; none if some layer cannot run in it.
@@ -177,14 +211,14 @@ fn price(problem: &Problem, prices: &mut dyn Prices, tuple: Tuple, least: u64) -
     priced
 }
 
-/// The largest micro-batch of each degree of tensor parallelism.
-pub fn largest<'a>(space: impl IntoIterator<Item = &'a Tuple>) -> BTreeMap<u64, u64> {
-    let mut largest = BTreeMap::new();
+/// For each degree of tensor parallelism, the least number of sequences that all its micro-batches divide.
+pub fn trend_batches<'a>(space: impl IntoIterator<Item = &'a Tuple>) -> BTreeMap<u64, u64> {
+    let mut batches = BTreeMap::new();
     for tuple in space {
-        let most = largest.entry(tuple.tp).or_insert(tuple.micro_batch);
-        *most = tuple.micro_batch.max(*most);
+        let all = batches.entry(tuple.tp).or_insert(1);
+        *all = least_common_multiple(*all, tuple.micro_batch);
     }
-    largest
+    batches
 }
 
 /// The best plan with these menus that is below `cut`.
@@ -193,8 +227,9 @@ fn best_below(problem: &Problem, menus: &Menus, bound: u64, cut: u64) -> Solved 
     if cut < NEVER {
         return stages.solve(cut);
     }
-    // Without an incumbent everything is hopeful: the cut comes down from above in steps until it is met.
-    let steps = (0..6).rev().map(|shift| bound.saturating_add((bound >> shift).max(1)).min(NEVER)).chain([bound.saturating_mul(8).min(NEVER)]);
-    let found = steps.map(|cut| stages.solve(cut)).find(|s| s.best.is_some());
-    found.unwrap_or_else(|| stages.solve(NEVER))
+    // Without an incumbent everything is hopeful: some plan comes first.
+    let cuts = (1..4).map(|shift| bound.saturating_mul(1 << shift).min(NEVER)).chain([NEVER]);
+    let Some(first) = cuts.map(|cut| stages.rounded(cut)).find_map(|rounded| rounded.best) else { return stages.solve(NEVER) };
+    let below = stages.solve(first.objective);
+    Solved { bound: below.bound.min(first.objective), best: below.best.or(Some(first)) }
 }

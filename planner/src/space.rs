@@ -100,9 +100,8 @@ pub fn tuples(prices: &mut dyn Prices, devices: u64, batch: u64, pins: &Pins) ->
 
 /// The schedules that are searched: gpipe and 1f1b, and those that are pinned, by name or by their virtual stages.
 pub fn searched(pins: &Pins) -> Vec<Schedule> {
-    let plain = |s: &Schedule| matches!(s, Schedule::GPipe | Schedule::OneFOneB);
     let pinned = pins.schedule.is_pinned() || pins.virtual_stages.values().is_some_and(|v| v.iter().any(|&v| v > 1));
-    Schedule::ALL.into_iter().filter(|s| pins.schedule.allows(s) && (pinned || plain(s))).collect()
+    Schedule::ALL.into_iter().filter(|s| pins.schedule.allows(s) && (pinned || s.is_plain())).collect()
 }
 
 /// Every pipeline of so many stages and micro-batches that the pins allow, each virtual stage with a layer at least.
@@ -146,6 +145,14 @@ pub fn nearest_batch(layouts: &[(Degrees, u64)], batch: u64, pins: &Pins) -> Opt
         [below, below + unit].into_iter().filter(|&b| b > 0)
     });
     nearest.min_by_key(|&b| (b.abs_diff(batch), b))
+}
+
+pub fn greatest_common_divisor(a: u64, b: u64) -> u64 {
+    if b == 0 { a } else { greatest_common_divisor(b, a % b) }
+}
+
+pub fn least_common_multiple(a: u64, b: u64) -> u64 {
+    a / greatest_common_divisor(a, b) * b
 }
 
 /// Divisors, rising.

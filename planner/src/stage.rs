@@ -167,7 +167,15 @@ impl<'a> Store<'a> {
     pub fn relaxed(&self, bag: &[Group], room: u64) -> Option<Relaxed> {
         let mut best: Option<Relaxed> = None;
         let mut before = 0;
+        let all = self.shelves(bag, u64::MAX, u64::MAX)?;
         for ring in self.values(bag, |l| l.ring) {
+            if let Some(best) = &mut best {
+                let Some(widest) = beside(bag, &all, room, ring) else { break };
+                if widest.time >= best.time && widest.joint >= best.joint {
+                    best.end = best.end.min(widest.end);
+                    break;
+                }
+            }
             let Some(shelves) = self.shelves(bag, ring, u64::MAX) else { continue };
             let allowed: usize = shelves.iter().map(|s| s.allowed).sum();
             if allowed == std::mem::replace(&mut before, allowed) {
@@ -281,7 +289,12 @@ impl<'a> Store<'a> {
         };
         let workspaces = self.values(bag, |l| l.workspace);
         let mut rings_before = 0;
+        let Some(all) = self.shelves(bag, u64::MAX, u64::MAX) else { return };
         for ring in self.values(bag, |l| l.ring) {
+            let Some(Relaxed { time, end, joint }) = beside(bag, &all, room, ring) else { break };
+            if !outlook.hopeful(time + border.time, end + border.end, joint + self.repeats * border.time + border.end) {
+                break;
+            }
             let Some(shelves) = self.shelves(bag, ring, u64::MAX) else { continue };
             let least = shelves.iter().map(|s| s.least.workspace).max().unwrap_or(0);
             if !news(&shelves, &mut rings_before) {
@@ -346,6 +359,15 @@ impl<'a> Store<'a> {
         let (time, joint) = (hull(&kept, |l| l.time), hull(&kept, |l| self.repeats * l.time + l.end));
         Some(Rc::new(Shelf { items: kept, allowed, least, time, joint }))
     }
+}
+
+/// What a bag takes at least beside a ring of this size or larger, if every way of running its layers is allowed; nothing if nothing fits.
+fn beside(bag: &[Group], all: &[Rc<Shelf>], room: u64, ring: u64) -> Option<Relaxed> {
+    let workspace = all.iter().map(|s| s.least.workspace).max().unwrap_or(0);
+    let free = room.checked_sub(ring.saturating_add(workspace))?;
+    let (time, joint) = (lp(bag, all, |s| &s.time, free)?, lp(bag, all, |s| &s.joint, free)?);
+    let end = bag.iter().zip(all).map(|(g, s)| g.count as u64 * s.least.end).sum();
+    Some(Relaxed { time: time.value, end, joint: joint.value })
 }
 
 /// The Pareto set of the ways of running one layer on a virtual stage that keeps so much.

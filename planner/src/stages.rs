@@ -40,7 +40,7 @@ pub struct Solution {
 pub struct Solved {
     /// The best plan below the cut that was found.
     pub best: Option<Solution>,
-    /// No plan of the tuple is below this, if that is below the cut: the best plan's objective, or less if the exact pass had to give up.
+    /// No plan of the tuple is below this, if that is below the cut: of an exact solution the best plan's objective, or less if the exact pass had to give up.
     pub bound: u64,
 }
 
@@ -147,16 +147,12 @@ impl<'a> Stages<'a> {
         if self.menus.tuple.virtual_stages > 1 {
             return virtual_stages::solve(self, cut);
         }
-        let nothing = Solved { best: None, bound: cut };
-        let Some(candidates) = self.relaxed(cut) else { return nothing };
-        let rounded = self.combine(&candidates, cut, |store, stage, c| {
-            let points = store.rounded(&c.bag, self.rooms[stage], c.border, &Outlook { cut, ..c.outlook });
-            Rc::new(Front { points, complete: true })
-        });
+        let Solved { best: rounded, bound } = self.rounded(cut);
+        if bound >= cut {
+            return Solved { best: rounded, bound: cut };
+        }
         let cut = rounded.as_ref().map_or(cut, |s| s.objective);
-        // Every plan has one candidate of each stage.
-        let floor = |rows: &[Vec<Candidate>]| rows.iter().filter_map(|row| row.iter().map(|c| c.bound).min()).max().unwrap_or(cut);
-        let low = floor(&candidates).min(cut);
+        let low = bound.min(cut);
         for shift in STEPS {
             // Plans far below the cut are looked for first: what is found there is the best, and far fewer labels are hopeful.
             let near = low + ((cut - low) >> shift);
@@ -173,11 +169,24 @@ impl<'a> Stages<'a> {
             if exact.is_some() || !complete {
                 let best = exact.or(rounded);
                 let found = best.as_ref().map_or(cut, |s| s.objective);
-                let bound = if complete { found } else { floor(&candidates).min(found) };
+                let bound = if complete { found } else { floor(&candidates, cut).min(found) };
                 return Solved { best, bound };
             }
         }
         Solved { best: rounded, bound: cut }
+    }
+
+    /// A plan below `cut` that is nearly the best, if relaxation and rounding find one; `bound` is what the relaxation shows.
+    pub fn rounded(&self, cut: u64) -> Solved {
+        if self.menus.tuple.virtual_stages > 1 {
+            return virtual_stages::solve(self, cut);
+        }
+        let Some(candidates) = self.relaxed(cut) else { return Solved { best: None, bound: cut } };
+        let best = self.combine(&candidates, cut, |store, stage, c| {
+            let points = store.rounded(&c.bag, self.rooms[stage], c.border, &Outlook { cut, ..c.outlook });
+            Rc::new(Front { points, complete: true })
+        });
+        Solved { best, bound: floor(&candidates, cut) }
     }
 
     /// For each stage, the layers it may hold in a plan below the cut; nothing if there is no such plan.
@@ -478,6 +487,11 @@ impl<'a> Stages<'a> {
         let objective = total(&times, &self.menus.tuple.pipeline(), self.menus.constant);
         Solution { objective, stages, choices }
     }
+}
+
+/// No plan below the cut is below this: it has one candidate of each stage.
+fn floor(candidates: &[Vec<Candidate>], cut: u64) -> u64 {
+    candidates.iter().filter_map(|row| row.iter().map(|c| c.bound).min()).max().unwrap_or(cut).min(cut)
 }
 
 /// Labels that no other matches in sum, slowest and end; of equal ones the first.

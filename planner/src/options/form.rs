@@ -6,6 +6,7 @@
 
 use super::Pricing;
 use super::blueprint::{Kind, Slot};
+use crate::capacity::Way;
 use crate::cost::comm::{Group, group, group_time};
 use crate::cost::compute::{copy_time, op_time};
 use crate::machine::Machine;
@@ -71,6 +72,11 @@ impl Measure {
     pub fn plus(&self, other: &Measure) -> Measure {
         Measure(std::array::from_fn(|i| self.0[i] + other.0[i]))
     }
+    /// Time, frame and workspace, rounded down.
+    pub fn way(&self) -> Way {
+        let [picos, _, _, frame, both] = self.0;
+        Way { time: picos / 1000, frame, workspace: both - frame }
+    }
     /// The lesser of each coordinate.
     pub fn least(&self, other: &Measure) -> Measure {
         Measure(std::array::from_fn(|i| self.0[i].min(other.0[i])))
@@ -80,6 +86,14 @@ impl Measure {
         // Without a branch per coordinate.
         self.0.iter().zip(&other.0).fold(true, |all, (a, b)| all & (a <= b))
     }
+}
+
+/// Which coordinates count.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Compare {
+    All,
+    /// Parameters aside: `[t, 0, t, F, F + W]`.
+    Passes,
 }
 
 /// Costs under each of the variants.
@@ -112,14 +126,15 @@ pub(super) struct Rates<'a> {
     machine: &'a Machine,
     mesh: &'a Mesh,
     padded: &'a Padded,
+    compare: Compare,
     /// γ.
     picos_per_partial: u64,
 }
 
 impl<'a> Rates<'a> {
-    pub fn new(pricing: &'a Pricing<'_>) -> Rates<'a> {
+    pub fn new(pricing: &'a Pricing<'_>, compare: Compare) -> Rates<'a> {
         let Pricing { graph, machine, mesh, padded, .. } = pricing;
-        let mut rates = Rates { graph, machine, mesh, padded, picos_per_partial: 0 };
+        let mut rates = Rates { graph, machine, mesh, padded, compare, picos_per_partial: 0 };
         // Of a large block, so that latencies are spread over many elements.
         let (elems, size) = (1 << 20, 8);
         let all = group_time(machine, group(machine, mesh, mesh.tp()), Pattern::AllReduce, elems * size);
@@ -154,7 +169,10 @@ impl<'a> Rates<'a> {
     pub fn measure(&self, cost: &Cost) -> Measure {
         let [forward, backward, params, partial, frame, workspace] = cost.0;
         let time = 1000 * (forward + backward);
-        Measure([time, params, time + partial * self.picos_per_partial, frame, frame + workspace])
+        match self.compare {
+            Compare::All => Measure([time, params, time + partial * self.picos_per_partial, frame, frame + workspace]),
+            Compare::Passes => Measure([time, 0, time, frame, frame + workspace]),
+        }
     }
     /// Adds a block to a buffer.
     pub fn accumulate(&self, block: &LocalType) -> Nanos {

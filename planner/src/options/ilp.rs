@@ -12,7 +12,7 @@
 //! Once all `x` are whole there is one path, so `y` needs no bounds of its own. No arc is left out: what labels drop is all here.
 
 use super::blueprint::Blueprint;
-use super::form::Measure;
+use super::form::{Compare, Measure};
 use super::labels::{Path, sinks};
 use super::net::{Keep, Net, Stage};
 use super::{COUNT, LayerOption, Pricing};
@@ -55,7 +55,7 @@ impl Blueprint {
     /// # Errors
     /// If the solver fails.
     pub fn integer_program(&self, pricing: &Pricing<'_>, goal: &Goal) -> Result<Option<LayerOption>, IlpError> {
-        let Some(mut net) = Net::new(pricing, self) else {
+        let Some(mut net) = Net::new(pricing, self, Compare::All) else {
             return Ok(None);
         };
         let stages = net.stages(Keep::All);

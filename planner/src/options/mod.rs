@@ -17,6 +17,7 @@ pub(crate) mod tests;
 pub use blueprint::Blueprint;
 pub use ilp::{Goal, IlpError};
 
+use crate::capacity::{Trade, trades};
 use crate::lower::LowerError;
 use crate::machine::Machine;
 use crate::memory::{BucketSize, LayerBytes};
@@ -30,7 +31,7 @@ use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
 use dplan_ir::plan::{Gathered, LayerPlan, Recompute, Zero};
 use dplan_ir::rule::Assignment;
 use dplan_ir::sharding::{Padded, Sharding, local_type};
-use form::{BACKWARD, Cost, FORWARD, FRAME, Measure, VARIANTS as COUNT, WORKSPACE};
+use form::{BACKWARD, Compare, Cost, FORWARD, FRAME, Measure, VARIANTS as COUNT, WORKSPACE};
 use labels::Path;
 use net::{Keep, Net, Stage};
 use std::rc::Rc;
@@ -130,7 +131,7 @@ pub fn options(pricing: &Pricing<'_>, layer: u32) -> Result<Vec<LayerOption>, Lo
 impl Blueprint {
     /// The [`options`] of the layer, each with the sharding of the tied parameter. `pricing` must be of the blueprint's graph.
     pub fn offers(&self, pricing: &Pricing<'_>) -> Vec<Offer> {
-        let Some(mut net) = Net::new(pricing, self) else {
+        let Some(mut net) = Net::new(pricing, self, Compare::All) else {
             return Vec::new();
         };
         let stages = net.stages(Keep::Undominated);
@@ -151,6 +152,19 @@ impl Blueprint {
         }
         kept.sort_by_key(|k| k.1);
         kept.iter().map(|(_, _, variant, path)| self.offer(pricing, &net, &stages, *variant, path)).collect()
+    }
+
+    /// What every offer that recomputes in one of these ways takes at least: trades of time, frame and workspace among the undominated, and the least buckets.
+    pub fn sketch(&self, pricing: &Pricing<'_>, recompute: &[Recompute]) -> (Vec<Trade>, Vec<BucketSize>) {
+        let Some(mut net) = Net::new(pricing, self, Compare::Passes) else {
+            return (Vec::new(), Vec::new());
+        };
+        let stages = net.stages(Keep::Undominated);
+        let variants = (0..COUNT).filter(|&v| recompute.contains(&VARIANTS[v].0));
+        let found = variants.flat_map(|variant| labels::pareto(&stages, variant, |cost| net.rates.measure(cost)));
+        let trades = trades(found.map(|(_, measure, _)| measure.way()));
+        let bucket = |(spread, elems)| BucketSize { elems, partial: AxisSet::EMPTY, spread, tied: false };
+        (trades, net.least_stored().into_iter().map(bucket).collect())
     }
 
     fn offer(&self, pricing: &Pricing<'_>, net: &Net<'_>, stages: &[Stage], variant: usize, path: &Path) -> Offer {

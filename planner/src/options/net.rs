@@ -4,7 +4,7 @@
 use super::Pricing;
 use super::blueprint::{Blueprint, Kind, Op, Port, Step, Sum};
 use super::form::{
-    BACKWARD, Cost, Costs, FORWARD, MOST_SHARDINGS, Rates, SlotState, UNKNOWN, VARIANTS, WAYS, WORKSPACE, common, push_term, settle, way,
+    BACKWARD, Compare, Cost, Costs, FORWARD, MOST_SHARDINGS, Rates, SlotState, UNKNOWN, VARIANTS, WAYS, WORKSPACE, common, push_term, settle, way,
 };
 use crate::strategy::{follow, strategies};
 use dplan_ir::cost::workspace_bytes;
@@ -140,12 +140,12 @@ pub(super) struct Net<'p> {
 
 impl<'p> Net<'p> {
     /// Nothing if the layer's border cannot be sharded as the pricing says.
-    pub fn new(pricing: &'p Pricing<'p>, blueprint: &'p Blueprint) -> Option<Net<'p>> {
+    pub fn new(pricing: &'p Pricing<'p>, blueprint: &'p Blueprint, compare: Compare) -> Option<Net<'p>> {
         let slots = blueprint.slots.len();
         let mut net = Net {
             pricing,
             blueprint,
-            rates: Rates::new(pricing),
+            rates: Rates::new(pricing, compare),
             choices: Vec::new(),
             seen: vec![Seen::default(); slots],
             sums: HashMap::default(),
@@ -355,6 +355,23 @@ impl<'p> Net<'p> {
         }
         stored.sort_unstable_by_key(|&(param, ..)| param);
         stored
+    }
+
+    /// The least elements of the parameters that are spread over data axes alike, tied ones aside, whatever is decided.
+    pub fn least_stored(&self) -> Vec<(AxisSet, u64)> {
+        let mut least: BTreeMap<usize, (AxisSet, u64)> = BTreeMap::new();
+        for event in self.choices.iter().flatten().flat_map(|choice| &choice.events) {
+            let &Event::Stored { slot, sharding } = event else { continue };
+            let (of, sharding) = (&self.blueprint.slots[slot], &self.seen[slot].shardings[usize::from(sharding)]);
+            if matches!(of.kind, Kind::Param(_)) && !of.tied {
+                let elems = self.rates.local(of.value, sharding).elems();
+                let known = least.entry(slot).or_insert((sharding.sharded().and(self.pricing.mesh.data()), elems));
+                known.1 = known.1.min(elems);
+            }
+        }
+        let mut sums: BTreeMap<AxisSet, u64> = BTreeMap::new();
+        least.into_values().for_each(|(spread, elems)| *sums.entry(spread).or_default() += elems);
+        sums.into_iter().collect()
     }
 
     /// The network.

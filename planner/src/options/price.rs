@@ -1,6 +1,6 @@
 //! What a layer costs, read off its lowering: the authority that [`super::options`] must agree with.
 
-use super::form::Rates;
+use super::form::{Compare, Rates};
 use super::{Halves, LayerOption, Pricing};
 use crate::lower::{BackwardPass, Fragment, LowerError, Sharder, Storage, makes};
 use crate::units::Nanos;
@@ -57,7 +57,7 @@ impl Pricing<'_> {
         let mut time = self.time(fragment, stmts);
         for form in stmts.iter().flat_map(makes) {
             let late = fragment.accumulate.iter().filter(|(_, f)| f == form && !matches!(fragment.storage[*f], Storage::Gradient(_)));
-            late.for_each(|_| time += Rates::new(self).accumulate(&self.block(fragment, *form)));
+            late.for_each(|_| time += Rates::new(self, Compare::All).accumulate(&self.block(fragment, *form)));
         }
         time
     }
@@ -67,7 +67,7 @@ impl Pricing<'_> {
     }
 
     fn time(&self, fragment: &Fragment, stmts: &[Stmt]) -> Nanos {
-        let rates = Rates::new(self);
+        let rates = Rates::new(self, Compare::All);
         let blocks = |forms: &[FormId]| forms.iter().map(|&f| self.block(fragment, f)).collect::<Vec<LocalType>>();
         stmts
             .iter()

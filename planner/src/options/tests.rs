@@ -1,6 +1,6 @@
 //! The options of small layers against their lowering and against enumeration.
 
-use super::form::Costs;
+use super::form::{Compare, Costs};
 use super::net::Net;
 use super::*;
 use crate::machine::Machine;
@@ -229,7 +229,7 @@ fn random_strategies_cost_what_their_lowering_does() {
         for pricing in every_pricing(graph, &machine, &[1, 2, 4, 6]) {
             for layer in 0..graph.layer_count() {
                 let blueprint = Blueprint::new(graph, layer).unwrap();
-                let Some(mut net) = Net::new(&pricing, &blueprint) else { continue };
+                let Some(mut net) = Net::new(&pricing, &blueprint, Compare::All) else { continue };
                 for _ in 0..12 {
                     let path: Vec<usize> = net.choices.iter().map(|c| draw.below(c.len() as u64) as usize).collect();
                     walked += usize::from(same_as_lowering(&pricing, layer, &mut net, &path).is_some());
@@ -280,7 +280,7 @@ fn options_are_the_undominated_ones_of_all_strategies() {
         let pricing = &pricings[draw.below(pricings.len() as u64) as usize];
         for layer in 0..graph.layer_count() {
             let blueprint = Blueprint::new(&graph, layer).unwrap();
-            let Some(mut net) = Net::new(pricing, &blueprint) else { continue };
+            let Some(mut net) = Net::new(pricing, &blueprint, Compare::All) else { continue };
             if net.choices.iter().map(Vec::len).product::<usize>() > 1500 {
                 continue;
             }

@@ -7,10 +7,11 @@ use dplan_ir::optimizer::Optimizer;
 use dplan_ir::plan::{Clip, Gathered, Recompute};
 use dplan_ir::program::Pattern;
 use dplan_ir::sharding::Sharding;
+use dplan_planner::capacity::{Way, trades};
 use dplan_planner::memory::{BucketSize, LayerBytes, StateTypes};
 use dplan_planner::options::{Halves, LayerOption};
 use dplan_planner::pins::Pins;
-use dplan_planner::prices::{Links, Offer, Prices, Shape};
+use dplan_planner::prices::{Floor, Links, Offer, Prices, Reference, Shape};
 use dplan_planner::problem::Problem;
 use dplan_planner::units::{Bytes, Nanos};
 use std::collections::BTreeMap;
@@ -97,6 +98,24 @@ pub fn medium(seed: u64) -> Instance {
     Instance { prices, problem }
 }
 
+/// The least of some offers' buckets, by how they are spread.
+fn least_buckets<'a>(offers: impl Iterator<Item = &'a LayerOption>) -> Vec<BucketSize> {
+    let mut least: Option<BTreeMap<AxisSet, u64>> = None;
+    for option in offers {
+        let mut own: BTreeMap<AxisSet, u64> = BTreeMap::new();
+        for bucket in option.bytes.buckets.iter().filter(|b| !b.tied) {
+            *own.entry(bucket.spread).or_default() += bucket.elems;
+        }
+        // What some offer does not have at all is no part of the least.
+        least = Some(match least {
+            None => own,
+            Some(least) => least.into_iter().filter_map(|(spread, elems)| Some((spread, elems.min(*own.get(&spread)?)))).collect(),
+        });
+    }
+    let bucket = |(spread, elems)| BucketSize { elems, partial: AxisSet::EMPTY, spread, tied: false };
+    least.unwrap_or_default().into_iter().map(bucket).collect()
+}
+
 impl Links for Drawn {
     fn collective(&self, mesh: &Mesh, axes: AxisSet, pattern: Pattern, bytes: u64) -> Nanos {
         let ranks = mesh.size(axes);
@@ -159,13 +178,17 @@ impl Prices for Drawn {
         };
         offers.iter().enumerate().map(part).collect()
     }
-    fn floor(&mut self, _: u32, _: Shape) -> Nanos {
-        Nanos(30)
-    }
-    fn trend(&mut self, class: u32, shape: Shape, _: u64) -> Nanos {
-        // Drawn offers follow no trend: most of the least time is known.
-        let least = self.offers(class, shape).iter().map(|o| o.option.time().0).min().unwrap_or(0);
-        Nanos(least * 9 / 10)
+    fn floor(&mut self, class: u32, shape: Shape, from: Reference, recompute: &[Recompute]) -> Floor {
+        // Drawn offers have no reference: more and more of what they take is known.
+        let part = match from {
+            Reference::Rank => (1, 3),
+            Reference::Whole { .. } => (3, 4),
+            Reference::Same { .. } => (9, 10),
+        };
+        let offers = self.offers(class, shape);
+        let allowed = || offers.iter().map(|o| &o.option).filter(|o| recompute.contains(&o.recompute));
+        let ways = allowed().map(|o| Way { time: o.time().0, frame: o.bytes.frame, workspace: o.bytes.workspace });
+        Floor { trades: trades(ways).into(), part, buckets: least_buckets(allowed()) }
     }
     fn boundary_bytes(&mut self, layer: u32, shape: Shape) -> u64 {
         (200 + 100 * (u64::from(layer) % 2)) * shape.micro_batch

@@ -1,0 +1,159 @@
+//! How quick the slowest stage can be when memory counts, known before a tuple is priced.
+//!
+//! For `n` layers of one kind on a stage with `f` micro-batches in flight and `R` bytes of room, where layers may be split between ways `i` (time `t`, frame `F`,
+//! workspace `W`) and ZeRO stages `z` (states `S`, and the least time `h` that its traffic leaves):
+//!
+//! ```text
+//! g(n, f) = min over w of  min Σ x_iz h_z(t_i)   with  Σ x_iz = n,  Σ x_iz (S_z + f F_i) ≤ R − w,  W_i ≤ w wherever x_iz > 0
+//! ```
+//! No stage with `n` such layers is quicker. `g` rises with `n`, so a stage slower than `τ` is needed unless the stages together have `n` below `τ` often enough:
+//! of `N` layers on stages with `f_1 … f_p`, the slowest stage takes at least the `N`-th smallest of all `g(n, f_s)`, n = 1, 2, …
+
+use crate::objective::LayerSync;
+use crate::prices::scaled;
+use crate::relaxation::corners;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+/// A way of running a layer, as far as these bounds look: one micro-batch on one rank.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct Way {
+    /// Nanoseconds, forward and backward.
+    pub time: u64,
+    /// Bytes.
+    pub frame: u64,
+    pub workspace: u64,
+}
+
+/// Ways whose workspace keeps a bound: corners of the lower hull of frame bytes and time, the smallest frame first.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Trade {
+    workspace: u64,
+    corners: Vec<(u64, u64)>,
+}
+
+impl Trade {
+    /// Bound on the workspace.
+    pub fn workspace(&self) -> u64 {
+        self.workspace
+    }
+    /// (Frame bytes, time).
+    pub fn corners(&self) -> &[(u64, u64)] {
+        &self.corners
+    }
+
+    /// The least time of its ways.
+    pub fn quickest(&self) -> u64 {
+        self.corners.last().map_or(0, |c| c.1)
+    }
+
+    /// The least time of a layer whose frame has so many bytes, split between two ways; nothing if the smallest frame is larger.
+    fn time(&self, frame: u64) -> Option<u64> {
+        let after = self.corners.partition_point(|c| c.0 <= frame);
+        let &(bytes, time) = self.corners.get(after.checked_sub(1)?)?;
+        let Some(&(more, less)) = self.corners.get(after) else { return Some(time) };
+        let saved = (u128::from(frame - bytes) * u128::from(time - less)).div_ceil(u128::from(more - bytes));
+        Some(time - u64::try_from(saved).unwrap_or(time))
+    }
+}
+
+/// A trade for each bound on the workspace under which ways become possible that are worth something.
+pub fn trades(ways: impl Iterator<Item = Way>) -> Vec<Trade> {
+    let mut ways: Vec<Way> = ways.collect();
+    ways.sort_unstable_by_key(|w| (w.workspace, w.frame, w.time));
+    let mut all: Vec<Trade> = Vec::new();
+    for (at, way) in ways.iter().enumerate() {
+        if ways.get(at + 1).is_some_and(|next| next.workspace == way.workspace) {
+            continue;
+        }
+        let hull = corners(ways[..=at].iter().map(|w| (w.frame, w.time, 0)).collect());
+        let corners: Vec<(u64, u64)> = hull.into_iter().map(|(frame, time, _)| (frame, time)).collect();
+        if all.last().is_none_or(|last| last.corners != corners) {
+            all.push(Trade { workspace: way.workspace, corners });
+        }
+    }
+    all
+}
+
+/// Layers of one kind: their trades, of which they take a `part` at least, and the ZeRO stages they may have, with the least of their buckets.
+pub struct Layers<'a> {
+    pub trades: &'a [Trade],
+    pub part: (u64, u64),
+    pub syncs: &'a [LayerSync],
+    pub count: usize,
+}
+
+impl Layers<'_> {
+    /// The least time of the slowest stage, where each stage has `room` bytes and so many micro-batches in flight; nothing if the layers never fit.
+    pub fn slowest(&self, in_flight: impl Iterator<Item = u64>, room: u64) -> Option<u64> {
+        // Stages with as many in flight, one after another, are alike.
+        let mut stages: Vec<(u64, Vec<Trade>, Option<u64>)> = Vec::new();
+        let mut next: BinaryHeap<Reverse<(u64, usize, u64)>> = BinaryHeap::new();
+        for f in in_flight {
+            if stages.last().is_none_or(|s| s.0 != f) {
+                let whole: Vec<Trade> = self.trades.iter().map(|trade| self.whole(trade, f)).collect();
+                let first = least(&whole, 1, room);
+                stages.push((f, whole, first));
+            }
+            let at = stages.len() - 1;
+            next.extend(stages[at].2.map(|time| Reverse((time, at, 1))));
+        }
+        for _ in 1..self.count {
+            let Reverse((_, at, n)) = next.pop()?;
+            next.extend(least(&stages[at].1, n + 1, room).map(|time| Reverse((time, at, n + 1))));
+        }
+        next.pop().map(|Reverse((time, ..))| time)
+    }
+
+    /// A trade between all bytes of a layer and its time, with so many micro-batches in flight.
+    fn whole(&self, trade: &Trade, f: u64) -> Trade {
+        let way = |sync: &LayerSync, &(frame, time): &(u64, u64)| {
+            (sync.states() + scaled(frame, (f * self.part.0, self.part.1)), sync.least_time(scaled(time, self.part)), 0)
+        };
+        let hull = corners(self.syncs.iter().flat_map(|sync| trade.corners.iter().map(move |corner| way(sync, corner))).collect());
+        Trade { workspace: scaled(trade.workspace, self.part), corners: hull.into_iter().map(|(bytes, time, _)| (bytes, time)).collect() }
+    }
+}
+
+/// `g(n, f)`, of trades for this `f`.
+fn least(trades: &[Trade], n: u64, room: u64) -> Option<u64> {
+    let each = |trade: &Trade| trade.time(room.checked_sub(trade.workspace)?.div_ceil(n));
+    trades.iter().filter_map(each).min().map(|time| n * time)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two ways: 10 ns with a frame of 100 bytes, 16 ns with one of 20; the second needs 30 bytes of workspace.
+    fn slowest(count: usize, in_flight: &[u64], room: u64, part: (u64, u64)) -> Option<u64> {
+        let quick = Way { time: 10, frame: 100, workspace: 0 };
+        let small = Way { time: 16, frame: 20, workspace: 30 };
+        let trades = trades([quick, small].into_iter());
+        Layers { trades: &trades, part, syncs: &[LayerSync::NONE], count }.slowest(in_flight.iter().copied(), room)
+    }
+
+    #[test]
+    fn with_room_the_slowest_stage_has_its_share_of_the_layers() {
+        assert_eq!(slowest(4, &[2, 1], 10_000, (1, 1)), Some(20));
+        assert_eq!(slowest(5, &[2, 1], 10_000, (1, 1)), Some(30));
+    }
+
+    #[test]
+    fn without_room_layers_are_split_between_ways_or_move_to_stages_with_fewer_in_flight() {
+        assert_eq!(slowest(1, &[1], 100, (1, 1)), Some(10));
+        // Two micro-batches in flight: the small way takes 30 bytes of workspace and 40 of frames.
+        assert_eq!(slowest(1, &[2], 70, (1, 1)), Some(16));
+        assert_eq!(slowest(1, &[2], 69, (1, 1)), None);
+        // Half way between them: frames of 60 bytes, 13 ns.
+        assert_eq!(slowest(1, &[2], 150, (1, 1)), Some(13));
+        // Two layers rather share the last stage than be one on each.
+        assert_eq!(slowest(2, &[100, 1], 200, (1, 1)), Some(20));
+    }
+
+    #[test]
+    fn a_part_takes_part_of_time_and_bytes() {
+        // 15 bytes are workspace, and frames are 30 bytes: half way between those of 10 and 50, which take 8 and 5 ns.
+        assert_eq!(slowest(3, &[1], 15 + 3 * 30, (1, 2)), Some(3 * 6));
+    }
+}

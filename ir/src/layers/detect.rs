@@ -6,8 +6,8 @@
 //!
 //! Between the cuts lie *sections*. A run of sections that repeats is a block of the network: an attention half and a feed-forward half, say, which together
 //! occur many times. Each occurrence is a layer; inside it, repetitions are sought again. What is left before, between and behind is a layer each:
-//! the embedding first, the head last. Where nothing repeats, every section with a product is a layer. What is less ([`Weight`]) never stands alone: a norm
-//! goes with what follows it, all else with what precedes it.
+//! the embedding first, the head last. Where nothing repeats, or what repeats or is left is long ([`MOST_PRODUCTS`]), every section with a product is a layer. What is less
+//! ([`Weight`]) never stands alone: a norm goes with what follows it, all else with what precedes it.
 
 use std::ops::Range;
 
@@ -111,6 +111,9 @@ fn sections(graph: &Graph, loss: ValueId) -> Table<NodeId, u32> {
 /// Longest run of sections that may be one layer.
 const MAX_PERIOD: usize = 512;
 
+/// Most sections with products in one layer of several: ways of running a layer multiply with its sections, and stages are cut between layers only.
+const MOST_PRODUCTS: usize = 4;
+
 /// What a section has parameters for.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Weight {
@@ -167,9 +170,12 @@ fn only_adds(graph: &Graph, section: &[NodeId]) -> bool {
 fn layers(shapes: &[u32], weights: &[Weight]) -> Vec<u32> {
     let mut runs = Vec::new();
     fold(shapes, weights, 0..shapes.len(), &mut runs);
-    if runs == [0..shapes.len()] {
-        runs = (0..shapes.len()).map(|s| s..s + 1).collect();
-    }
+    let long = |run: &Range<usize>| weights[run.clone()].iter().filter(|&&w| w == Weight::Product).count() > MOST_PRODUCTS;
+    let nothing_repeats = runs == [0..shapes.len()];
+    let single = |run: Range<usize>| run.map(|s| s..s + 1).collect();
+    let runs = runs.into_iter().flat_map(|run| -> Vec<Range<usize>> {
+        if nothing_repeats || long(&run) { single(run) } else { vec![run] }
+    });
     let mut layer_of: Vec<u32> = Vec::with_capacity(shapes.len());
     // Weight of the layer in hand.
     let (mut layer, mut heaviest) = (0, Weight::None);

@@ -220,6 +220,25 @@ fn layers_of_a_plain_chain_are_its_repeated_pieces() {
 }
 
 #[test]
+fn a_long_repetition_is_a_layer_for_each_section() {
+    let mut net = Net::new();
+    let (table, mut x) = net.embed(0);
+    let h = net.dims[2];
+    // Products of five different widths in a row, three times.
+    let wide: Vec<DimId> = (0..5).map(|i| net.b.dim(&format!("f{i}"), 16 + i)).collect();
+    for f in wide.iter().cycle().take(15) {
+        let (up, down) = (net.param(&[*f, h]), net.param(&[h, *f]));
+        let u = net.op(spec("bsh", "fh", "bsf"), &[x, up]);
+        let a = net.op(Op::Sub, &[u, u]);
+        let y = net.op(spec("bsf", "hf", "bsh"), &[a, down]);
+        x = net.op(Op::Add, &[x, y]);
+    }
+    let found = detect(&net.head(0, table, x));
+    assert_eq!(layer_sizes(&found), [&[1][..], &[4; 15], &[5]].concat());
+    assert_eq!(verify_graph(&found), []);
+}
+
+#[test]
 fn what_only_adds_or_scales_is_no_layer() {
     let mut net = Net::new();
     let [_, s, h, ..] = net.dims;

@@ -48,9 +48,9 @@ fn main() {
             let begin = Instant::now();
             for _ in 0..STEPS {
                 let hyper = Hyper { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, momentum: 0.0, clip: 1.0 };
-                let scalars = StepScalars { hyper, step: position.updates + 1, inv_tokens: 1.0 / feed.targets() as f64 };
+                let scalars = StepScalars::new(hyper, position.updates + 1, 1.0 / feed.targets() as f64);
                 session.step(&scalars, &Arc::new(feed.at(position.sequences))).expect("a step");
-                position = Position { step: position.step + 1, updates: position.updates + 1, sequences: position.sequences + BATCH, seed: 0 };
+                position = Position { step: position.step + 1, updates: position.updates + 1, sequences: position.sequences + BATCH, ..position };
                 let taken = Instant::now();
                 match way {
                     1 => drop(behind.save(&mut session, position).expect("saved")),

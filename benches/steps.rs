@@ -42,7 +42,7 @@ fn main() {
         let inv_tokens = 1.0 / inputs[0] as f64;
         let mut best = f64::INFINITY;
         for step in 1..=STEPS {
-            best = best.min(session.step(&StepScalars { hyper, step, inv_tokens }, &batch).expect("a step").seconds);
+            best = best.min(session.step(&StepScalars::new(hyper, step, inv_tokens), &batch).expect("a step").seconds);
         }
         let arena = session.memory().iter().map(|m| m.arena_bytes).max().unwrap_or(0);
         println!("{name:>22} {:10.1} {:12.0} {arena:14}", best * 1e3, inputs[0] as f64 / best);

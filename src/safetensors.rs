@@ -125,8 +125,8 @@ pub fn encode(dtype: DType, value: f64, bytes: &mut [u8], index: usize) {
     match dtype {
         DType::F64 => bytes[at..at + 8].copy_from_slice(&value.to_le_bytes()),
         DType::F32 => bytes[at..at + 4].copy_from_slice(&(value as f32).to_le_bytes()),
-        DType::Bf16 => bytes[at..at + 2].copy_from_slice(&bf16::from_f64(value).to_le_bytes()),
-        DType::F16 => bytes[at..at + 2].copy_from_slice(&f16::from_f64(value).to_le_bytes()),
+        DType::Bf16 => bytes[at..at + 2].copy_from_slice(&bf16::from_f32(value as f32).to_le_bytes()),
+        DType::F16 => bytes[at..at + 2].copy_from_slice(&f16::from_f32(value as f32).to_le_bytes()),
         DType::I32 => bytes[at..at + 4].copy_from_slice(&(value as i32).to_le_bytes()),
     }
 }

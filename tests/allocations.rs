@@ -61,7 +61,7 @@ fn steps_allocate_nothing_but_packing_buffers() {
         let hyper = Hyper { lr: 0.01, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, momentum: 0.9, clip: 1.0 };
         ELSEWHERE.store(0, Ordering::SeqCst);
         ARMED.store(true, Ordering::SeqCst);
-        let results = [1, 2, 3].map(|step| session.step(&StepScalars { hyper, step, inv_tokens: 0.01 }, &batch));
+        let results = [1, 2, 3].map(|step| session.step(&StepScalars::new(hyper, step, 0.01), &batch));
         ARMED.store(false, Ordering::SeqCst);
         assert!(results.iter().all(Result::is_ok));
         assert_eq!(ELSEWHERE.load(Ordering::SeqCst), 0, "allocations outside of matrix products, seed {seed}");

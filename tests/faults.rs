@@ -2,8 +2,10 @@
 
 mod common;
 
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use dplan::checkpoint::find;
 use serde_json::Value;
@@ -151,7 +153,7 @@ fn steps_run_twice_are_bitwise_equal() {
     assert_eq!(losses(&twice), losses(&whole));
 }
 
-/// Files may not grow beyond 8 KiB: what a full disk is to a run, without needing a small disk.
+/// Files may not grow beyond 8 KiB: what a full disk is to a run, where no small disk can be had.
 fn limited(args: &[&str]) -> Output {
     let command = r#"trap '' XFSZ; ulimit -f 8; exec "$0" "$@""#;
     Command::new("bash").args(["-c", command, env!("CARGO_BIN_EXE_dplan")]).args(args).output().unwrap()
@@ -205,4 +207,123 @@ fn a_folder_that_cannot_be_written_is_refused_before_anything_is_run() {
     // A run that does not say that it continues.
     let (_, stderr, status) = case.saving(&[]);
     assert!(status == Some(2) && stderr.contains("has checkpoints already"), "{stderr}");
+}
+
+/// A disk of its own, half a mebibyte, on which a file takes the room of the next checkpoint.
+const SMALL_DISK: &str = r#"
+set -e
+disk=$1; out=$2; dplan=$3; plan=$4
+mkdir -p "$disk" "$out"
+mount -t tmpfs -o size=512k none "$disk" || { echo "no mount"; exit 0; }
+run() { set +e; "$dplan" run "$plan" --lr 0.01 --json --checkpoint "$disk/ckpt" --keep 1 --every 2 "$@" >"$out/stdout" 2>"$out/stderr"; echo "status $?"; set -e; cat "$out/stderr"; }
+run --steps 4
+head -c 300k /dev/zero >"$disk/filler" 2>/dev/null
+run --steps 8 --resume "$disk/ckpt"
+run --steps 8 --resume "$disk/ckpt" --checkpoint-failure continue
+cp -a "$disk/ckpt" "$out/full"
+rm "$disk/filler"
+mount -o remount,ro "$disk"
+run --steps 8 --resume "$disk/ckpt"
+mount -o remount,rw "$disk"
+run --steps 8 --resume "$disk/ckpt"
+cp -a "$disk/ckpt" "$out/after"
+"#;
+
+#[test]
+fn a_small_disk_that_is_full_or_read_only_leaves_the_checkpoint_before_and_no_half_one() {
+    let case = Case::new("small-disk", "dp=2,zero=1", 2, "f32");
+    let dir = case.plan.parent().unwrap();
+    let (disk, out) = (dir.join("disk"), dir.join("out"));
+    let script = ["-rm", "bash", "-c", SMALL_DISK, "bash", disk.to_str().unwrap(), out.to_str().unwrap()];
+    let plan = [env!("CARGO_BIN_EXE_dplan"), case.plan.to_str().unwrap()];
+    let output = match Command::new("unshare").args(script).args(plan).output() {
+        Ok(output) => output,
+        Err(error) => return eprintln!("SKIPPED: no small disk without `unshare` ({error}); a limit on files stands for it"),
+    };
+    let (told, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    if !told.starts_with("status") {
+        return eprintln!("SKIPPED: no small disk may be mounted here ({told}{stderr}); a limit on files stands for it");
+    }
+    let runs: Vec<&str> = told.split("status ").skip(1).collect();
+    let [before, full, told_to_go_on, read_only, after] = runs[..] else { panic!("{told}{stderr}") };
+    assert!(before.starts_with('0') && after.starts_with('0'), "{told}");
+    assert!(full.starts_with('3') && full.contains("cannot save a checkpoint") && full.contains("No space left on device"), "{told}");
+    assert!(told_to_go_on.starts_with('0') && told_to_go_on.matches("warning: no checkpoint").count() == 2, "{told}");
+    assert!(read_only.starts_with('2') && read_only.contains("Read-only file system"), "{told}");
+    let step = |what: &str| find(&out.join(what)).map(|f| (f.checkpoint.position().step, f.notes.len(), leftovers(&out.join(what)).len()));
+    assert_eq!((step("full").unwrap(), step("after").unwrap()), ((4, 0, 0), (8, 0, 0)));
+}
+
+/// The built `dplan`, bound by permissions: a superuser is freed of the right to ignore them. `None`, said aloud, where that cannot be.
+fn bound_by_permissions(dir: &Path) -> Option<Command> {
+    let superuser = std::fs::write(dir.join("probe"), "").is_ok();
+    let prefix: &[&str] = if superuser { &["setpriv", "--bounding-set", "-dac_override,-dac_read_search", "--"] } else { &[] };
+    let command = |program: &str| {
+        let words: Vec<&str> = prefix.iter().copied().chain([program]).collect();
+        let mut command = Command::new(words[0]);
+        command.args(&words[1..]);
+        command
+    };
+    let free = command("touch")
+        .arg(dir.join("probe"))
+        .output()
+        .is_ok_and(|o| o.status.success() || !String::from_utf8_lossy(&o.stderr).contains("Permission"));
+    if superuser && free {
+        eprintln!("SKIPPED: permissions do not bind this user, and `setpriv` does not help");
+        return None;
+    }
+    Some(command(env!("CARGO_BIN_EXE_dplan")))
+}
+
+#[test]
+fn a_folder_without_permission_is_refused_or_ends_the_run_as_the_flag_says() {
+    let may = |dir: &Path, mode: u32| std::fs::set_permissions(dir, std::fs::Permissions::from_mode(mode)).unwrap();
+    for (failure, status) in [("stop", 3), ("continue", 0)] {
+        let case = Case::new(&format!("permission-{failure}"), "dp=2,zero=1", 2, "f32");
+        std::fs::create_dir(&case.ckpt).unwrap();
+        may(&case.ckpt, 0o555);
+        let Some(mut command) = bound_by_permissions(&case.ckpt) else { return may(&case.ckpt, 0o755) };
+        let (plan, ckpt) = (case.plan.to_str().unwrap(), case.ckpt.to_str().unwrap());
+        command.args([
+            "run",
+            plan,
+            "--steps",
+            "300",
+            "--json",
+            "--checkpoint",
+            ckpt,
+            "--resume",
+            ckpt,
+            "--every",
+            "2",
+            "--checkpoint-failure",
+            failure,
+        ]);
+        // From the start: nothing is run.
+        let refused = command.output().unwrap();
+        let stderr = String::from_utf8_lossy(&refused.stderr);
+        assert!(refused.status.code() == Some(2) && refused.stdout.is_empty() && stderr.contains("Permission denied"), "{stderr}");
+        // Taken away while the run goes on, wherever the writer is.
+        may(&case.ckpt, 0o755);
+        let child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let begin = Instant::now();
+        while !case.ckpt.join("latest").exists() {
+            assert!(begin.elapsed() < Duration::from_secs(60), "no checkpoint");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        may(&case.ckpt, 0o555);
+        let output = child.wait_with_output().unwrap();
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(status), "{stderr}");
+        assert!(
+            stderr.contains("Permission denied") && stderr.contains(if status == 3 { "cannot save a checkpoint" } else { "warning: no checkpoint" }),
+            "{stderr}"
+        );
+        let whole = find(&case.ckpt).unwrap().checkpoint.position().step;
+        assert!((2..300).contains(&whole), "{whole}");
+        // With permission again, what was left is cleared away, and the run goes on.
+        may(&case.ckpt, 0o755);
+        let (_, stderr, status) = dplan(&["run", plan, "--steps", "301", "--json", "--checkpoint", ckpt, "--resume", ckpt]);
+        assert_eq!((status, find(&case.ckpt).unwrap().checkpoint.position().step, leftovers(&case.ckpt)), (Some(0), 301, vec![]), "{stderr}");
+    }
 }

@@ -99,7 +99,7 @@ fn run(body: &str) -> Result<String, ParseError> {
     let hyper = Hyper { lr: 0.1, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, momentum: 0.9, clip: 0.5 };
     let mut lines = String::new();
     for step in 1..=2 {
-        let scalars = StepScalars { hyper, step, inv_tokens: 1.0 / (tokens * micro_batches as u64) as f64 };
+        let scalars = StepScalars::new(hyper, step, 1.0 / (tokens * micro_batches as u64) as f64);
         let inputs: Vec<Vec<Tensor>> = (0..micro_batches).map(|m| inputs(graph, m + step as usize * micro_batches)).collect();
         let one = train_step(graph, &mut state, &inputs, &scalars, optimizer);
         lines += &format!("// step {step}: loss {:.9}, gradient norm {:.9}\n", one.loss, one.grad_norm);

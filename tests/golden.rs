@@ -54,7 +54,7 @@ fn check(file: &Path) {
         let rows: Vec<Vec<f64>> =
             tokens.as_array().unwrap().iter().map(|r| r.as_array().unwrap().iter().map(|t| t.as_f64().unwrap()).collect()).collect();
         let ids = |from: usize| Tensor::dense(&[batch, seq], rows.iter().flat_map(|r| r[from..from + seq as usize].to_vec()).collect());
-        let scalars = StepScalars { hyper, step: step as u64 + 1, inv_tokens: 1.0 / (batch * seq) as f64 };
+        let scalars = StepScalars::new(hyper, step as u64 + 1, 1.0 / (batch * seq) as f64);
         let report = train_step(&graph, &mut state, &[vec![ids(0), ids(1)]], &scalars, Optimizer::AdamW);
         for (what, found) in [("loss", report.loss), ("norm", report.grad_norm)] {
             let want = expected[what][step].as_f64().unwrap();

@@ -22,7 +22,7 @@ fn examples_train() {
         let hyper = Hyper { lr: 3e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.0, momentum: 0.0, clip: 1.0 };
         let losses: Vec<f64> = (1..=4)
             .map(|step| {
-                let scalars = StepScalars { hyper, step, inv_tokens: 1.0 / 64.0 };
+                let scalars = StepScalars::new(hyper, step, 1.0 / 64.0);
                 train_step(&graph, &mut state, &[vec![ids(1000), ids(1001)]], &scalars, Optimizer::AdamW).loss
             })
             .collect();

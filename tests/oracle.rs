@@ -56,7 +56,7 @@ fn check(name: &str) {
         clip: number("/optimizer/clip_grad_norm"),
     };
     for step in 0..number("/steps") as u64 {
-        let scalars = StepScalars { hyper, step: step + 1, inv_tokens: 1.0 / (batch * seq) as f64 };
+        let scalars = StepScalars::new(hyper, step + 1, 1.0 / (batch * seq) as f64);
         let report = train_step(&graph, &mut state, &[inputs(&source, step, batch, seq)], &scalars, Optimizer::AdamW);
         let loss = number(&format!("/loss_per_step/{step}"));
         let norm = number(&format!("/grad_norm_before_clip_per_step/{step}"));

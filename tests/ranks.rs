@@ -92,7 +92,7 @@ impl Oracle {
         };
         let (mut losses, mut norms, mut first_grads) = (Vec::new(), Vec::new(), Table::new());
         for step in 0..steps {
-            let scalars = StepScalars { hyper, step: step + 1, inv_tokens: 1.0 / (batch * seq) as f64 };
+            let scalars = StepScalars::new(hyper, step + 1, 1.0 / (batch * seq) as f64);
             let n = seq as usize;
             let (mut tokens, mut targets) = (vec![0; n * batch as usize], vec![0; n * batch as usize]);
             for (row, (t, u)) in tokens.chunks_mut(n).zip(targets.chunks_mut(n)).enumerate() {

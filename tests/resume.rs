@@ -11,6 +11,7 @@ use dplan::checkpoint::manifest::Manifest;
 use dplan::checkpoint::store::{About, Stage};
 use dplan::checkpoint::writer::{Mode, Observer};
 use dplan::checkpoint::{CheckpointError, Position, Store, Writer, find};
+use dplan::compile::compile;
 use dplan::data::SequenceOrder;
 use dplan::feed::{Batches, Feed};
 use dplan::import::{ImportOptions, model_from_bytes};
@@ -51,8 +52,32 @@ const SHAPES: [Shape; 14] = [
     Shape { dp: 2, tp: 3, zero: 2, micro: 4, ..Shape::ONE },
 ];
 
+/// Plans with dimensions that Megatron's shapes do not have: context and expert parallel. Ranks, pins.
+const CONTEXTS: [Way; 4] = [
+    Way::Pinned(2, "cp=2"),
+    Way::Pinned(4, "cp=4,zero=3"),
+    Way::Pinned(4, "dp=2,cp=2,zero=2,recompute=selective"),
+    Way::Pinned(8, "cp=2,tp=2,pp=2,sp=on,recompute=full"),
+];
+const EXPERTS: [Way; 5] = [
+    Way::Pinned(2, "dp=2,ep=2"),
+    Way::Pinned(4, "dp=4,ep=2,zero=1"),
+    Way::Pinned(4, "dp=4,ep=4,zero=3"),
+    Way::Pinned(4, "dp=2,ep=2,cp=2"),
+    Way::Pinned(8, "dp=2,ep=2,tp=2,pp=2,zero=2,recompute=full"),
+];
+const DENSE: [Way; 4] = [Way::Pinned(1, "dp=1,tp=1"), Way::Pinned(4, "dp=2,tp=2,zero=1"), Way::Pinned(4, "dp=4,zero=3"), Way::Pinned(4, "cp=2,pp=2")];
+
+/// How a plan is made.
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Way {
+    Shape(Shape),
+    /// So many ranks, and pins.
+    Pinned(u64, &'static str),
+}
+
 struct Case {
-    shape: Shape,
+    way: Way,
     session: Session,
     feed: Feed,
     position: Position,
@@ -63,23 +88,36 @@ type State = Vec<Table<ParamId, Vec<u64>>>;
 
 impl Case {
     fn new(config: &str, shape: Shape, compute: DType) -> Case {
+        Case::planned(config, Way::Shape(shape), compute)
+    }
+    fn planned(config: &str, way: Way, compute: DType) -> Case {
         let options = ImportOptions { seq: Some(8), compute, family: None };
-        let mut graph = model_from_bytes("config.json", config.as_bytes(), &options).unwrap().graph;
-        graph.set_batch(shape.dp * shape.micro);
-        let graph = differentiate(&graph).unwrap();
-        let program = lower::lower(&graph, &megatron::plan(&graph, shape, BATCH)).unwrap_or_else(|e| panic!("{shape:?}: {e}"));
+        let mut forward = model_from_bytes("config.json", config.as_bytes(), &options).unwrap().graph;
+        let (graph, program) = match way {
+            Way::Shape(shape) => {
+                forward.set_batch(shape.dp * shape.micro);
+                let graph = differentiate(&forward).unwrap();
+                let program = lower::lower(&graph, &megatron::plan(&graph, shape, BATCH)).unwrap_or_else(|e| panic!("{shape:?}: {e}"));
+                (graph, program)
+            }
+            Way::Pinned(ranks, pins) => {
+                let options = common::options(&format!("cpu:{ranks}"), BATCH, compute, pins);
+                let file = compile(&forward, &options).unwrap_or_else(|e| panic!("{pins}: {e}")).file;
+                (file.graph, file.program)
+            }
+        };
         let feed = Feed::new(&graph, None, BATCH, SEED).unwrap();
-        let mut session = Session::new(graph, program, &Options::default()).unwrap_or_else(|e| panic!("{shape:?}: {e}"));
+        let mut session = Session::new(graph, program, &Options::default()).unwrap_or_else(|e| panic!("{way:?}: {e}"));
         session.initialise(SEED).unwrap();
-        Case { shape, session, feed, position: Position { seed: SEED, ..Position::default() } }
+        Case { way, session, feed, position: Position { seed: SEED, ..Position::default() } }
     }
 
     fn step(&mut self) -> f64 {
         let hyper = Hyper { lr: 0.01, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, momentum: 0.9, clip: 1.0 };
-        let scalars = StepScalars { hyper, step: self.position.updates + 1, inv_tokens: 1.0 / self.feed.targets() as f64 };
+        let scalars = StepScalars::new(hyper, self.position.updates + 1, 1.0 / self.feed.targets() as f64);
         let loss = self.session.step(&scalars, &Arc::new(self.feed.at(self.position.sequences))).unwrap().loss;
-        let Position { step, updates, sequences, seed } = self.position;
-        self.position = Position { step: step + 1, updates: updates + 1, sequences: sequences + BATCH, seed };
+        let Position { step, updates, sequences, .. } = self.position;
+        self.position = Position { step: step + 1, updates: updates + 1, sequences: sequences + BATCH, ..self.position };
         loss
     }
     fn steps(&mut self, n: u64) -> Vec<f64> {
@@ -108,55 +146,82 @@ impl Case {
     }
 }
 
-fn saved_by_all(config: &str, name: &str, compute: DType) -> Vec<(Shape, PathBuf, State, Vec<f64>)> {
+/// What a plan saved: how it was made, the folder, the state, and the losses of the steps that followed.
+type SavedBy = (Way, PathBuf, State, Vec<f64>);
+
+fn saved_by_all(config: &str, name: &str, compute: DType, ways: &[Way]) -> Vec<SavedBy> {
     let dir = common::scratch(name);
-    let one = |(i, &shape): (usize, &Shape)| {
-        let mut case = Case::new(config, shape, compute);
+    let one = |(i, &way): (usize, &Way)| {
+        let mut case = Case::planned(config, way, compute);
         case.steps(BEFORE);
         let path = dir.join(i.to_string());
         case.save(&path);
         let state = case.state();
-        (shape, path, state, case.steps(AFTER))
+        (way, path, state, case.steps(AFTER))
     };
-    SHAPES.iter().enumerate().map(one).collect()
+    ways.iter().enumerate().map(one).collect()
+}
+
+/// Resumes what others saved, bit by bit; then losses differ from those of the run that saved by at most `noise`, and by nothing if the plan is the same.
+fn resume_all(config: &str, compute: DType, way: Way, all: &[SavedBy], noise: f64) {
+    let mut case = Case::planned(config, way, compute);
+    for (saved_by, path, state, losses) in all {
+        case.load(path).unwrap_or_else(|e| panic!("{saved_by:?} to {way:?}: {e}"));
+        assert_eq!(case.position, Position { step: BEFORE, updates: BEFORE, sequences: BEFORE * BATCH, seed: SEED, ..Position::default() });
+        assert!(case.state() == *state, "the state of {saved_by:?} is another under {way:?}");
+        let next = case.steps(AFTER);
+        for (at, (x, y)) in next.iter().zip(losses).enumerate() {
+            assert!((x / y - 1.0).abs() < noise, "{saved_by:?} to {way:?}, step {at}: {x} against {y}");
+        }
+        if case.way == *saved_by {
+            assert_eq!(next, *losses, "{way:?}, resumed under itself");
+        }
+    }
 }
 
 /// Every plan resumes what every plan saved.
 #[test]
 fn any_plan_resumes_what_any_plan_saved() {
-    let all = saved_by_all(LLAMA, "resume-matrix", DType::F64);
-    let one = &all[0].3;
-    for &shape in &SHAPES {
-        let mut case = Case::new(LLAMA, shape, DType::F64);
-        for (saved_by, path, state, losses) in &all {
-            case.load(path).unwrap_or_else(|e| panic!("{saved_by:?} to {shape:?}: {e}"));
-            assert_eq!(case.position, Position { step: BEFORE, updates: BEFORE, sequences: BEFORE * BATCH, seed: SEED });
-            assert!(case.state() == *state, "the state of {saved_by:?} is another under {shape:?}");
-            let next = case.steps(AFTER);
-            for (at, (x, y)) in next.iter().zip(losses).enumerate() {
-                assert!((x / y - 1.0).abs() < 1e-12, "{saved_by:?} to {shape:?}, step {at}: {x} against {y}");
-                assert!((x / one[at] - 1.0).abs() < 1e-12, "{saved_by:?} to {shape:?}, step {at}: {x} against {} of one rank", one[at]);
-            }
-            if case.shape == *saved_by {
-                assert_eq!(next, *losses, "{shape:?}, resumed under itself");
-            }
+    let ways: Vec<Way> = SHAPES.into_iter().map(Way::Shape).collect();
+    let all = saved_by_all(LLAMA, "resume-matrix", DType::F64, &ways);
+    for &way in &ways {
+        resume_all(LLAMA, DType::F64, way, &all, 1e-12);
+    }
+    // None went another way than one rank did.
+    for (way, _, _, losses) in &all {
+        assert!(losses.iter().zip(&all[0].3).all(|(x, y)| (x / y - 1.0).abs() < 1e-12), "{way:?}");
+    }
+}
+
+/// Splits of contexts and of experts, among each other and with some of the shapes above.
+#[test]
+fn contexts_and_experts_resume_under_other_splits() {
+    let (contexts, experts) = (CONTEXTS.into_iter(), EXPERTS.into_iter());
+    for (config, name, ways, shapes) in [
+        (LLAMA, "resume-contexts", contexts.collect::<Vec<_>>(), &[0, 5, 10][..]),
+        (MIXTRAL, "resume-experts", experts.collect(), &[0, 3, 6, 10, 12]),
+    ] {
+        let ways: Vec<Way> = ways.into_iter().chain(shapes.iter().map(|&i| Way::Shape(SHAPES[i]))).collect();
+        let all = saved_by_all(config, name, DType::F64, &ways);
+        for &way in &ways {
+            resume_all(config, DType::F64, way, &all, 1e-12);
         }
     }
 }
 
+/// The state of a 16-bit plan is its masters, to which no plan adds a rounding: also plans of other precisions resume it bit by bit, and the losses that follow are near.
 #[test]
-fn experts_resume_under_other_splits() {
-    let all = saved_by_all(MIXTRAL, "resume-experts", DType::F32);
-    for to in [0, 3, 6, 10, 12] {
-        let mut case = Case::new(MIXTRAL, SHAPES[to], DType::F32);
-        for (saved_by, path, state, losses) in &all {
-            case.load(path).unwrap();
-            assert!(case.state() == *state, "the state of {saved_by:?} is another under {:?}", SHAPES[to]);
-            if case.shape == *saved_by {
-                assert_eq!(case.steps(AFTER), *losses);
-            }
-        }
+fn plans_of_sixteen_bits_resume_under_other_splits_and_precisions() {
+    let saved = |compute: DType| saved_by_all(LLAMA, &format!("resume-{compute}"), compute, &DENSE);
+    let (short, long) = (saved(DType::Bf16), saved(DType::F32));
+    for way in DENSE {
+        resume_all(LLAMA, DType::Bf16, way, &short, 0.02);
     }
+    let near = |compute, all: &[SavedBy], way| {
+        all.iter().filter(|s| s.0 != way).for_each(|s| resume_all(LLAMA, compute, way, std::slice::from_ref(s), 0.02))
+    };
+    near(DType::F32, &short, DENSE[1]);
+    near(DType::Bf16, &long, DENSE[2]);
 }
 
 /// Group 25 (pytorch/torchtitan#3065, microsoft/PyMarlin#80): saving or loading hangs when ranks have unequal parts, or none; an epoch's end leaves ranks

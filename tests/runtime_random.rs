@@ -46,7 +46,7 @@ fn case(seed: u64) -> Case {
 fn scalars(case: &Case, step: u64) -> StepScalars {
     let hyper = Hyper { lr: 0.01, beta1: 0.9, beta2: 0.95, eps: 1e-3, weight_decay: 0.1, momentum: 0.9, clip: 0.5 };
     let tokens: u64 = case.graph.shape(case.graph.inputs[0]).iter().product::<u64>() * case.plan.micro_batches;
-    StepScalars { hyper, step, inv_tokens: 1.0 / tokens as f64 }
+    StepScalars::new(hyper, step, 1.0 / tokens as f64)
 }
 
 /// Tokens and targets of a step.

@@ -38,6 +38,14 @@ impl DType {
         DType::ALL.into_iter().find(|t| t.name() == name)
     }
 
+    /// Whether gradients in it vanish or overflow unless the loss is scaled.
+    pub fn scales_loss(self) -> bool {
+        match self {
+            DType::F16 => true,
+            DType::F64 | DType::F32 | DType::Bf16 | DType::I32 => false,
+        }
+    }
+
     /// The type that sums, statistics, gradients and optimizer states of this compute type are kept in.
     pub fn accumulator(self) -> DType {
         match self {

@@ -47,11 +47,17 @@ pub struct OpContext {
     pub extents: Vec<(Label, Extent)>,
     /// [`crate::op::StepScalar::InvTokens`].
     pub inv_tokens: f64,
+    /// [`crate::op::StepScalar::LossScale`].
+    pub loss_scale: f64,
     /// How positions lie along the sequence.
     pub order: Order,
 }
 
 impl OpContext {
+    /// The same with a scaled loss.
+    pub fn scaled(self, loss_scale: f64) -> OpContext {
+        OpContext { loss_scale, ..self }
+    }
     /// The position in the sequence of element `at` of a rank's block, where the factor `label` counts positions.
     pub fn position(&self, label: Label, at: u64) -> u64 {
         let extent = self.extent(label);
@@ -89,7 +95,7 @@ pub fn context(graph: &Graph, node: &Node, ins: &[&Sharding], outs: &[&Sharding]
             }
         }
     }
-    OpContext { extents, inv_tokens, order: graph.order }
+    OpContext { extents, inv_tokens, loss_scale: 1.0, order: graph.order }
 }
 
 /// The context of `node` on one device that holds everything.

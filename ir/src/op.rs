@@ -31,6 +31,8 @@ pub enum Activation {
 pub enum StepScalar {
     /// 1 / (target tokens of the whole step, over all ranks and micro-batches): the loss divisor.
     InvTokens,
+    /// Factor on the loss's gradient ([`crate::optimizer::StepScalars::loss_scale`]).
+    LossScale,
 }
 
 /// Rotation direction: the derivative of a rotation is the opposite rotation.
@@ -281,7 +283,7 @@ pub enum Op {
     CeStatsGrad,
     /// `(x[…]) → Σ x · InvTokens, a scalar`.
     Mean,
-    /// () → a value full of InvTokens: the derivative of `Mean`.
+    /// () → a value full of InvTokens · LossScale: the derivative of `Mean`, scaled.
     MeanGrad,
     /// `(logits[b,s,e]) → gate[b,s,e]: weights of the k best experts (ties: lowest index), the rest zero`; with a correction, `(logits, bias[e])`.
     TopKGate(Router),

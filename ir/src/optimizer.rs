@@ -92,13 +92,34 @@ pub struct StepScalars {
     /// 1 for the first step: Adam's bias correction is 1 − βᵗ.
     pub step: u64,
     pub inv_tokens: f64,
+    /// Factor on the loss's gradient, so that short types do not lose the small ones (arXiv:1710.03740): a power of two, 1 where nothing is short. The
+    /// norm's and the update's gradients are divided by it.
+    pub loss_scale: f64,
 }
 
 impl StepScalars {
+    /// A step without loss scaling.
+    pub fn new(hyper: Hyper, step: u64, inv_tokens: f64) -> StepScalars {
+        StepScalars { hyper, step, inv_tokens, loss_scale: 1.0 }
+    }
+    /// The norm of the gradients, from that of the scaled ones.
+    pub fn norm(&self, scaled: f64) -> f64 {
+        scaled / self.loss_scale
+    }
+    /// Factor from scaled gradients, whose norm is `scaled`, to those of the update; NaN, which [`skips`], where they overflowed.
+    pub fn gradient_scale(&self, scaled: f64) -> f64 {
+        if scaled.is_finite() { clip_scale(self.norm(scaled), self.hyper.clip) / self.loss_scale } else { f64::NAN }
+    }
     /// The same step for parameters that weight decay does not pull.
     pub fn without_decay(&self) -> StepScalars {
         StepScalars { hyper: Hyper { weight_decay: 0.0, ..self.hyper }, ..*self }
     }
+}
+
+/// Whether an update with this factor on its gradients changes nothing: neither parameters nor moments. It is decided element by element, not by a branch of
+/// the program.
+pub fn skips(gradient_scale: f64) -> bool {
+    !gradient_scale.is_finite()
 }
 
 /// Clip factor for a global norm, as `torch.nn.utils.clip_grad_norm_` defines it: min(1, clip / (norm + 1e-6)).

@@ -393,13 +393,14 @@ pub enum Instr {
         dst: BufferId,
         once: AxisSet,
     },
-    /// dst ← clip factor of √src ([`crate::optimizer::clip_scale`]).
+    /// dst ← factor from scaled gradients, of norm √src, to clipped ones ([`crate::optimizer::StepScalars::gradient_scale`]).
     ClipScale {
         src: BufferId,
         dst: BufferId,
     },
     /// One optimizer step on flat buffers of the same elements: `state` (the master copy), its gradient and its moments; `param` receives the
-    /// result in the compute type where that is another buffer. Gradients are scaled by `scale` first.
+    /// result in the compute type where that is another buffer. Gradients are scaled by `scale` first;
+    /// where that [skips](crate::optimizer::skips), everything stays as it was.
     Update {
         state: BufferId,
         grad: BufferId,

@@ -59,7 +59,7 @@ fn trained(subject: &Subject, program: &Program, seed: u64) -> Option<Vec<f64>> 
             Tensor::from_fn(&shape, |i| ((i[0] * 5 + i[1] * 3 + i[1] * i[1] + m * 3 + k * 2 + step) % 7) as f64)
         };
         let inputs: Vec<Vec<Tensor>> = (0..program.micro_batches).map(|m| vec![input(m, 0), input(m, 1)]).collect();
-        let report = run.step(&inputs, &StepScalars { hyper, step, inv_tokens: 0.03 }).ok()?;
+        let report = run.step(&inputs, &StepScalars::new(hyper, step, 0.03)).ok()?;
         numbers.extend([report.loss, report.grad_norm.unwrap_or(0.0)]);
     }
     for (param, _) in graph.params.iter() {

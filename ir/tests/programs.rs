@@ -11,7 +11,7 @@ use dplan_ir::interp::Tensor;
 use dplan_ir::interp::graph::{TrainState, train_step};
 use dplan_ir::interp::program::ProgramRun;
 use dplan_ir::optimizer::{Hyper, Optimizer, StepScalars};
-use dplan_ir::program::{Program, Role};
+use dplan_ir::program::{Instr, Program, Role};
 use dplan_ir::text;
 use dplan_ir::verify::program::verify_program;
 use dplan_ir::verify::report::annotate;
@@ -77,7 +77,7 @@ fn trains_alike(case: &Case, graph: &Graph, program: &Program, shape: Shape, wha
             vec![row(0), row(1)]
         };
         let inputs: Vec<Vec<Tensor>> = (0..shape.micro_batches).map(batch).collect();
-        let scalars = StepScalars { hyper: HYPER, step, inv_tokens: 0.03 };
+        let scalars = StepScalars::new(HYPER, step, 0.03);
         let want = train_step(graph, &mut state, &inputs, &scalars, shape.optimizer);
         let got = run.step(&inputs, &scalars).unwrap_or_else(|why| panic!("{what}: {why}"));
         close(got.loss, want.loss, &format!("{what}: loss of step {step}"));
@@ -115,4 +115,61 @@ fn sixteen_bit_parameters_have_a_master_copy() {
         let shape = Shape { dp: 2, zero, pp: 2, ..BASE };
         verified(&graph, &lower(&graph, shape), &format!("{shape:?}"));
     }
+}
+
+/// Every state of every parameter, as bits.
+fn bits(graph: &Graph, run: &ProgramRun<'_>) -> Vec<u64> {
+    let roles = [Role::Param, Role::Moment1, Role::Moment2];
+    let of = |(param, role)| run.state(param, role).unwrap_or_else(|why| panic!("{why}")).data;
+    graph.params.ids().flat_map(|p| roles.map(|r| (p, r))).flat_map(of).map(f64::to_bits).collect()
+}
+
+#[test]
+fn a_scaled_loss_changes_no_bit_and_an_overflow_leaves_everything_as_it_was() {
+    let case = cases::all().remove(0);
+    for shape in [BASE, Shape { dp: 2, tp: 2, pp: 2, zero: 2, micro_batches: 3, ..BASE }] {
+        let graph = graph_of(&case, shape.dp);
+        let program = lower(&graph, shape);
+        let inputs: Vec<Vec<Tensor>> = (0..shape.micro_batches)
+            .map(|m| graph.inputs.iter().map(|&v| Tensor::from_fn(&graph.shape(v), |i| ((i[0] * 5 + i[1] * 3 + m) % 7) as f64)).collect())
+            .collect();
+        let train = |scales: &[f64]| {
+            let mut run = ProgramRun::new(&graph, &program, 1);
+            let mut state = TrainState::new(case.params.clone(), shape.optimizer);
+            case.params.iter().for_each(|(param, value)| run.set_param(param, value));
+            let mut updates = 0;
+            for &loss_scale in scales {
+                let scalars = StepScalars { loss_scale, ..StepScalars::new(HYPER, updates + 1, 0.03) };
+                let report = run.step(&inputs, &scalars).unwrap_or_else(|why| panic!("{why}"));
+                let reference = train_step(&graph, &mut state, &inputs, &scalars, shape.optimizer);
+                assert_eq!(report.grad_norm.is_some_and(f64::is_finite), loss_scale.is_finite());
+                assert!(reference.grad_norm.is_finite() && report.loss.is_finite());
+                updates += u64::from(loss_scale.is_finite());
+            }
+            let reference: Vec<u64> =
+                state.params.values().chain(state.moments.values().flatten()).flat_map(|t| &t.data).map(|x| x.to_bits()).collect();
+            (bits(&graph, &run), reference)
+        };
+        let plain = train(&[1.0, 1.0]);
+        assert!(train(&[65536.0, 1024.0]) == plain, "{shape:?}");
+        assert!(train(&[f64::INFINITY, 1.0, f64::INFINITY, 2.0, f64::INFINITY]) == plain, "{shape:?}");
+        assert!(train(&[1.0]).0 != plain.0);
+    }
+}
+
+#[test]
+fn f16_programs_that_leave_the_loss_scale_in_the_gradients_are_refused() {
+    let mut forward = cases::all().remove(1).graph;
+    forward.set_batch(2);
+    forward.values.iter_mut().map(|(_, v)| v).filter(|v| v.ty.dtype == DType::F64).for_each(|v| v.ty.dtype = DType::F16);
+    let graph = differentiate(&forward).unwrap_or_else(|why| panic!("{why}"));
+    let mut program = lower(&graph, Shape { dp: 2, zero: 1, ..BASE });
+    verified(&graph, &program, "f16");
+    for issue in program.stages.iter_mut().flat_map(|s| s.segments.iter_mut().map(|(_, s)| s)).flat_map(|s| &mut s.body) {
+        if let Instr::Update { scale, .. } = &mut issue.instr {
+            *scale = None;
+        }
+    }
+    let violations = verify_program(&graph, &program).expect_err("gradients are used with the scale of the loss");
+    assert!(violations.iter().any(|v| v.to_string().contains("the loss is scaled")), "{violations:?}");
 }

@@ -20,7 +20,7 @@ fn train(case: &Case, optimizer: Optimizer, micro_batches: u64, steps: u64) -> (
     let slices: Vec<Vec<Tensor>> = (0..micro_batches).map(|m| case.inputs.iter().map(|t| rows(t, m, batch / micro_batches)).collect()).collect();
     let inv_tokens = 1.0 / case.inputs[0].data.len() as f64;
     let losses =
-        (1..=steps).map(|step| train_step(&graph, &mut state, &slices, &StepScalars { hyper: HYPER, step, inv_tokens }, optimizer).loss).collect();
+        (1..=steps).map(|step| train_step(&graph, &mut state, &slices, &StepScalars::new(HYPER, step, inv_tokens), optimizer).loss).collect();
     (losses, state)
 }
 
@@ -59,7 +59,7 @@ fn a_clipped_sgd_step_has_length_lr_times_clip() {
     let graph = differentiate(&case.graph).unwrap_or_else(|why| panic!("{why}"));
     let mut state = TrainState::new(case.params.clone(), Optimizer::Sgd);
     let hyper = Hyper { clip: 0.01, weight_decay: 0.0, ..HYPER };
-    let scalars = StepScalars { hyper, step: 1, inv_tokens: case.inv_tokens };
+    let scalars = StepScalars::new(hyper, 1, case.inv_tokens);
     let report = train_step(&graph, &mut state, std::slice::from_ref(&case.inputs), &scalars, Optimizer::Sgd);
     assert!(report.grad_norm > 0.1, "the gradient is clipped");
     let moved: f64 =

@@ -54,6 +54,7 @@ fn measure(name: &str, op: &Op, in_ranks: &[usize], out_ranks: &[usize], sizes: 
     let context = OpContext {
         extents: rule.factors.iter().map(|f| (f.label, Extent::whole(size(f.label)))).collect(),
         inv_tokens: 1.0,
+        loss_scale: 1.0,
         order: Default::default(),
     };
     let index = |at: usize| matches!((op, at), (Op::CeStats | Op::CeStatsGrad, 1));
@@ -66,7 +67,7 @@ fn measure(name: &str, op: &Op, in_ranks: &[usize], out_ranks: &[usize], sizes: 
     let blocks: Vec<Block<'_>> = (0..in_types.len()).map(|i| if index(i) { Block::I32(&ints[i]) } else { Block::F32(&floats[i]) }).collect();
     let mut outs: Vec<Vec<f32>> = out_types.iter().map(|t| vec![0.0; t.elems() as usize]).collect();
     let mut scratch = vec![0.0f32; kernel.scratch_elems()];
-    let run = Run { write: Write::Set, inv_tokens: 1.0, threads: Threads::Caller };
+    let run = Run { write: Write::Set, inv_tokens: 1.0, loss_scale: 1.0, threads: Threads::Caller };
     let mut best = f64::INFINITY;
     for _ in 0..30 {
         let mut views: Vec<BlockMut<'_>> = outs.iter_mut().map(|o| BlockMut::F32(o)).collect();

@@ -58,7 +58,7 @@ fn trained(subject: &Subject, program: &Program, seed: u64) -> Option<Vec<f64>> 
     let mut dice = Dice(5);
     for step in 1..=2 {
         let inputs: Vec<Vec<Tensor>> = (0..program.micro_batches).map(|_| zoo::inputs(graph, 8, &mut dice)).collect();
-        let report = run.step(&inputs, &StepScalars { hyper, step, inv_tokens: 0.03 }).ok()?;
+        let report = run.step(&inputs, &StepScalars::new(hyper, step, 0.03)).ok()?;
         numbers.extend([report.loss, report.grad_norm.unwrap_or(0.0)]);
     }
     for param in graph.params.ids() {

@@ -70,7 +70,7 @@ fn proved_programs_train_like_one_device() {
         params.iter().for_each(|(p, value)| run.set_param(p, value));
         for step in 1..=2 {
             let inputs: Vec<Vec<Tensor>> = (0..plan.micro_batches).map(|_| zoo::inputs(&graph, vocab, &mut dice)).collect();
-            let scalars = StepScalars { hyper, step, inv_tokens: 0.03 };
+            let scalars = StepScalars::new(hyper, step, 0.03);
             let want = train_step(&graph, &mut state, &inputs, &scalars, plan.optimizer);
             let got = run.step(&inputs, &scalars).unwrap_or_else(|why| panic!("{what}: {why}"));
             close(got.loss, want.loss, &format!("{what}: loss of step {step}"));

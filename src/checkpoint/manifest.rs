@@ -12,6 +12,7 @@ use serde_json::value::RawValue;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::CheckpointError;
+use crate::runtime::LossScale;
 
 /// Changes when a reader of older checkpoints would misread newer ones.
 pub const VERSION: u32 = 1;
@@ -31,6 +32,9 @@ pub struct Position {
     pub sequences: u64,
     /// Of initial weights, of random numbers keyed by the step, of the order of shuffled data.
     pub seed: u64,
+    /// Of plans that scale their loss; others hand it on.
+    #[serde(default)]
+    pub loss_scale: LossScale,
 }
 
 /// Which data the position is a position in.

@@ -1,5 +1,6 @@
 //! Values of command-line arguments.
 
+use crate::runtime::LossScale;
 use anyhow::{Context, bail};
 use dplan_ir::dtype::DType;
 
@@ -52,6 +53,11 @@ pub fn tokens(text: &str) -> Result<f64, String> {
 ///
 /// # Errors
 /// Lists the types there are.
+pub fn loss_scale(text: &str) -> Result<LossScale, String> {
+    let value = text.parse().ok().and_then(LossScale::from_value);
+    value.ok_or_else(|| format!("`{text}` is not a loss scale; expected a power of two, such as 65536, from 1 to 2^64"))
+}
+
 pub fn precision(text: &str) -> Result<DType, String> {
     match DType::from_name(text) {
         Some(dtype @ (DType::F64 | DType::F32 | DType::Bf16 | DType::F16)) => Ok(dtype),

@@ -6,11 +6,13 @@
 pub mod batch;
 pub mod block;
 pub mod cpu;
+pub mod loss_scale;
 pub mod watch;
 
 pub use batch::{Batch, Rows};
 pub use cpu::Session;
 pub use cpu::state::{Holding, Run, Which};
+pub use loss_scale::LossScale;
 
 use dplan_ir::optimizer::DecayGroups;
 use std::time::Duration;

@@ -5,7 +5,7 @@ use crate::entity::{ParamId, Table, ValueId};
 use crate::extent::whole_context;
 use crate::graph::{Def, Graph, Layout};
 use crate::interp::{Tensor, op};
-use crate::optimizer::{self, DecayGroups, Optimizer, StepScalars, clip_scale};
+use crate::optimizer::{self, DecayGroups, Optimizer, StepScalars, skips};
 use crate::sharding::LocalType;
 
 /// Every value of one run of a graph.
@@ -110,7 +110,11 @@ pub fn train_step_of(
         }
     }
     let grad_norm = grads.values().flat_map(|g| &g.data).map(|x| x * x).sum::<f64>().sqrt();
-    let scale = clip_scale(grad_norm, scalars.hyper.clip);
+    // Gradients are not scaled here, where nothing is short; what that would do to their size still counts.
+    let scale = scalars.gradient_scale(grad_norm * scalars.loss_scale) * scalars.loss_scale;
+    if skips(scale) {
+        return StepReport { loss, grad_norm, grads };
+    }
     let decays = optimizer::decays(graph, groups);
     for (p, grad) in grads.iter() {
         let scalars = if decays[p] { *scalars } else { scalars.without_decay() };

@@ -17,7 +17,7 @@ use crate::graph::Graph;
 use crate::interp::sharded::{block, concat, narrow, pad, reduce};
 use crate::interp::{Tensor, op};
 use crate::mesh::AxisSet;
-use crate::optimizer::{self, DecayGroups, StepScalars, clip_scale};
+use crate::optimizer::{self, DecayGroups, StepScalars, skips};
 use crate::program::{Buffer, Channel, Content, Instr, Pattern, Program, Role, Scalar, StageProgram, Stream, Write};
 use crate::sharding::{LocalType, Sharding, local_type};
 
@@ -176,7 +176,10 @@ impl<'a> ProgramRun<'a> {
         if !waiting.is_empty() {
             return Err(Fault::Stuck { waiting: waiting.join("; ") });
         }
-        Ok(Report { loss: self.scalar(Scalar::Loss).unwrap_or(f64::NAN), grad_norm: self.scalar(Scalar::NormSquared).map(f64::sqrt) })
+        Ok(Report {
+            loss: self.scalar(Scalar::Loss).unwrap_or(f64::NAN),
+            grad_norm: self.scalar(Scalar::NormSquared).map(|s| scalars.norm(s.sqrt())),
+        })
     }
 
     /// The value of a scalar, on the first rank of the last stage that computes it.
@@ -237,7 +240,7 @@ impl<'a> ProgramRun<'a> {
                 let (of_ins, of_outs) = (shardings(ins), shardings(outs));
                 let seat = Seat { mesh: &self.program.mesh, padded: &self.program.padded, local_rank: self.local(rank) };
                 let (i, o) = (of_ins.iter().collect::<Vec<_>>(), of_outs.iter().collect::<Vec<_>>());
-                let ctx = context(self.graph, node, &i, &o, seat, scalars.inv_tokens);
+                let ctx = context(self.graph, node, &i, &o, seat, scalars.inv_tokens).scaled(scalars.loss_scale);
                 let operands: Vec<Tensor> = ins.iter().map(|&b| self.tensor(rank, b, m)).collect();
                 let types: Vec<LocalType> = node.outputs.iter().zip(&of_outs).map(|(&v, s)| self.local_type(&self.graph.values[v].ty, s)).collect();
                 let results = op::eval(&node.op, &ctx, &operands.iter().collect::<Vec<_>>(), &types);
@@ -310,10 +313,13 @@ impl<'a> ProgramRun<'a> {
             }
             &Instr::ClipScale { src, dst } => {
                 let norm = self.read(rank, src, m)[0].sqrt();
-                self.write(rank, dst, m, &[clip_scale(norm, scalars.hyper.clip)]);
+                self.write(rank, dst, m, &[scalars.gradient_scale(norm)]);
             }
             Instr::Update { state, grad, moments, param, scale } => {
                 let scale = scale.map_or(1.0, |b| self.read(rank, b, m)[0]);
+                if skips(scale) {
+                    return;
+                }
                 let grad = self.read(rank, *grad, m);
                 let mut values = self.read(rank, *state, m);
                 let mut of: Vec<Vec<f64>> = moments.iter().map(|&b| self.read(rank, b, m)).collect();

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use dplan_ir::optimizer::{Optimizer, StepScalars};
+use dplan_ir::optimizer::{Optimizer, StepScalars, skips};
 
 use super::float::{Float, sum};
 
@@ -21,7 +21,7 @@ pub fn square_sum<T: Float>(x: &[T]) -> f64 {
     x.chunks(SQUARES).map(|x| sum(x.len(), |i| x[i].to_f64() * x[i].to_f64())).sum()
 }
 
-/// One step of an optimizer on a flat buffer, of which `stretches` says what weight decay pulls. A moment that it does not have is empty.
+/// One step of an optimizer on a flat buffer, of which `stretches` says what weight decay pulls; none, where the gradients' `scale` says so. A moment that it does not have is empty.
 pub fn update<T: Float>(
     optimizer: Optimizer,
     stretches: &[(Range<usize>, bool)],
@@ -31,6 +31,9 @@ pub fn update<T: Float>(
     scale: f64,
     at: &StepScalars,
 ) {
+    if skips(scale) {
+        return;
+    }
     for (range, pulled) in stretches {
         let at = if *pulled { *at } else { at.without_decay() };
         let (p, g, m) = (&mut p[range.clone()], &g[range.clone()], &mut m[range.clone()]);
@@ -97,7 +100,7 @@ mod tests {
             let (mut p, mut m, mut v) = (vec![0.3, -1.5, 2.0], vec![0.0; 3], vec![0.0; 3]);
             let (mut q, g) = ([(0.3, [0.0; 2]), (-1.5, [0.0; 2]), (2.0, [0.0; 2])], [0.7, -0.1, 0.0]);
             for step in 1..=5 {
-                let at = StepScalars { hyper, step, inv_tokens: 1.0 };
+                let at = StepScalars::new(hyper, step, 1.0);
                 update(optimizer, &[(0..1, false), (1..3, true)], &mut p, &g, [&mut m, &mut v], 0.5, &at);
                 for (i, (q, g)) in q.iter_mut().zip(g).enumerate() {
                     let at = if i == 0 { at.without_decay() } else { at };

@@ -54,7 +54,7 @@ impl Loss {
                 }
             }
             Loss::MeanGrad => {
-                let value = T::from_f64(run.inv_tokens);
+                let value = T::from_f64(run.inv_tokens * run.loss_scale);
                 fill(T::of_mut(&mut outs[0]), run.write, |_| value);
             }
         }

@@ -55,6 +55,8 @@ pub struct Run {
     pub write: Write,
     /// [`dplan_ir::op::StepScalar::InvTokens`] of this step.
     pub inv_tokens: f64,
+    /// [`dplan_ir::op::StepScalar::LossScale`] of this step.
+    pub loss_scale: f64,
     /// Who computes the products.
     pub threads: Threads,
 }

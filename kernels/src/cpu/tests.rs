@@ -181,7 +181,7 @@ fn check_in(case: &Case, order: Order, dtype: DType, write: Write, tolerance: f6
     let mut random = Random(in_ranks.len() as u64 * 17 + letters.len() as u64);
     let rule = rule(op, in_ranks, out_ranks);
     let extent = |label: char| letters.iter().find(|l| l.0 == label).map(|&(_, start, len, logical)| Extent { start, len, logical }).expect("letter");
-    let context = OpContext { extents: rule.factors.iter().map(|f| (f.label, extent(f.label))).collect(), inv_tokens: 0.125, order };
+    let context = OpContext { extents: rule.factors.iter().map(|f| (f.label, extent(f.label))).collect(), inv_tokens: 0.125, loss_scale: 8.0, order };
     let local = |labels: &Vec<char>, dtype: DType| LocalType {
         dtype,
         dims: labels.iter().map(|&l| extent(l).len).collect(),
@@ -241,7 +241,7 @@ fn check_in(case: &Case, order: Order, dtype: DType, write: Write, tolerance: f6
 
 /// Runs a kernel on data given, and returned, as f64.
 fn run(kernel: &Kernel, dtype: DType, ins: &[Tensor], types: &[LocalType], outs: Vec<Vec<f64>>, write: Write) -> Vec<Vec<f64>> {
-    let run = Run { write, inv_tokens: 0.125, threads: Threads::Caller };
+    let run = Run { write, inv_tokens: 0.125, loss_scale: 8.0, threads: Threads::Caller };
     let ints: Vec<Vec<i32>> = ins.iter().map(|t| t.data.iter().map(|&x| x as i32).collect()).collect();
     if dtype == DType::F64 {
         let blocks: Vec<Block<'_>> =

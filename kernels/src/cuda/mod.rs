@@ -124,11 +124,12 @@ pub enum PrepareError {
     Sizes(String),
 }
 
-/// The step scalars as kernels read them, in double: loss divisor, lr, β₁, β₂, ε, weight decay, momentum, clip, 1 − β₁ᵗ, √(1 − β₂ᵗ).
-pub fn scalars(at: &dplan_ir::optimizer::StepScalars) -> [f64; 10] {
+/// The step scalars as kernels read them, in double: loss divisor, lr, β₁, β₂, ε, weight decay, momentum, clip, 1 − β₁ᵗ, √(1 − β₂ᵗ), loss scale.
+pub fn scalars(at: &dplan_ir::optimizer::StepScalars) -> [f64; 11] {
     let (h, t) = (&at.hyper, i32::try_from(at.step).unwrap_or(i32::MAX));
     let clip = if h.clip.is_finite() { h.clip } else { f64::MAX };
-    [at.inv_tokens, h.lr, h.beta1, h.beta2, h.eps, h.weight_decay, h.momentum, clip, 1.0 - h.beta1.powi(t), (1.0 - h.beta2.powi(t)).sqrt()]
+    let corrections = [1.0 - h.beta1.powi(t), (1.0 - h.beta2.powi(t)).sqrt()];
+    [at.inv_tokens, h.lr, h.beta1, h.beta2, h.eps, h.weight_decay, h.momentum, clip, corrections[0], corrections[1], at.loss_scale]
 }
 
 /// An op on blocks of one size and place.

@@ -152,7 +152,8 @@ pub fn ulp(v: f64, dtype: DType) -> f64 {
 }
 
 pub const INV_TOKENS: f64 = 0.125;
-pub const SCALARS: [f64; 10] = [INV_TOKENS, 0.01, 0.9, 0.999, 1e-8, 0.1, 0.9, 1.0, 0.1, 0.0316];
+pub const LOSS_SCALE: f64 = 4.0;
+pub const SCALARS: [f64; 11] = [INV_TOKENS, 0.01, 0.9, 0.999, 1e-8, 0.1, 0.9, 1.0, 0.1, 0.0316, LOSS_SCALE];
 
 /// Types of the operands that are not the compute type.
 fn operand(op: &Op, at: usize, dtype: DType) -> DType {
@@ -179,7 +180,12 @@ pub fn make(case: &Case, random: &mut Random) -> Prepared {
         let of = letters.iter().find(|l| l.0 == label);
         of.map(|&(_, start, len, logical)| Extent { start, len, logical }).unwrap_or_else(|| panic!("{op:?} has no {label}"))
     };
-    let context = OpContext { extents: rule.factors.iter().map(|f| (f.label, extent(f.label))).collect(), inv_tokens: INV_TOKENS, order: case.order };
+    let context = OpContext {
+        extents: rule.factors.iter().map(|f| (f.label, extent(f.label))).collect(),
+        inv_tokens: INV_TOKENS,
+        loss_scale: LOSS_SCALE,
+        order: case.order,
+    };
     let local = |labels: &Vec<char>, dtype: DType| LocalType {
         dtype,
         dims: labels.iter().map(|&l| extent(l).len).collect(),

@@ -15,6 +15,7 @@ use crate::export::{self, layout, weights as export_weights};
 use crate::feed::Feed;
 use crate::import::weights::Weights;
 use crate::planfile::PlanFile;
+use crate::runtime::LossScale;
 use anyhow::{Context, anyhow, ensure};
 use clap::ValueEnum;
 use dplan_ir::dtype::DType;
@@ -67,6 +68,12 @@ pub struct Args {
     /// Largest global gradient norm.
     #[arg(long, default_value_t = 1.0)]
     clip: f64,
+    /// First loss scale of f16 plans, a power of two. Steps whose gradients overflow are skipped, and halve it.
+    #[arg(long, default_value = "65536", value_name = "S", value_parser = args::loss_scale)]
+    loss_scale: LossScale,
+    /// Steps in a row without overflow that double it.
+    #[arg(long, default_value_t = 2000, value_name = "N")]
+    loss_scale_window: u64,
     /// Of the initial weights, of random tokens and of the order of data; 0, or the checkpoint's.
     #[arg(long)]
     seed: Option<u64>,
@@ -162,7 +169,7 @@ impl Args {
 
 pub fn run(args: Args) -> Result<Outcome> {
     let file = PlanFile::read(&args.plan)?;
-    check(&args, &file)?;
+    check(&args)?;
     if let Err(violations) = verify::verify_program(&file.graph, &file.program) {
         let first = violations.first().map(ToString::to_string).unwrap_or_default();
         let error =
@@ -184,7 +191,7 @@ pub fn run(args: Args) -> Result<Outcome> {
 }
 
 /// All that can be said before anything is allocated.
-fn check(args: &Args, file: &PlanFile) -> anyhow::Result<()> {
+fn check(args: &Args) -> anyhow::Result<()> {
     let finite = [("--lr", args.lr), ("--eps", args.eps), ("--weight-decay", args.weight_decay), ("--momentum", args.momentum)];
     for (flag, value) in finite {
         ensure!(value.is_finite() && value >= 0.0, "{flag} {value}: expected a number that is not negative");
@@ -193,12 +200,7 @@ fn check(args: &Args, file: &PlanFile) -> anyhow::Result<()> {
     ensure!(args.timeout.is_finite() && args.timeout > 0.0, "--timeout {}: expected seconds above 0", args.timeout);
     ensure!(args.every > 0, "--every 0: expected at least 1");
     ensure!(args.keep > 0, "--keep 0: expected at least 1");
-    let compute = file.plan.compute;
-    ensure!(
-        compute != DType::F16,
-        "{}: f16 gradients vanish without loss scaling, which CPU ranks do not have; compile the plan with --precision bf16, f32 or f64",
-        args.plan.display()
-    );
+    ensure!(args.loss_scale_window > 0, "--loss-scale-window 0: expected at least 1");
     for path in [&args.save, &args.save_grads].into_iter().flatten() {
         if Some(path) != args.save.as_ref() || !is_folder(path) {
             export::check_writable(path).with_context(|| format!("{}: cannot write", path.display()))?;

@@ -23,6 +23,7 @@ use crate::cli::{Failure, Outcome, Result, progress};
 use crate::feed::{Batches, Feed};
 use crate::import::weights::Weights;
 use crate::planfile::PlanFile;
+use crate::runtime::loss_scale::{self, LossScale};
 use crate::runtime::watch::{Difference, Image, Replicas};
 use crate::runtime::{Batch, Options, RuntimeError, Session, StepResult};
 
@@ -104,7 +105,7 @@ impl Run {
         let position = match found {
             None => {
                 self.initialise(&mut session)?;
-                Position { seed: self.seed, ..Position::default() }
+                Position { seed: self.seed, loss_scale: self.args.loss_scale, ..Position::default() }
             }
             Some(found) => self.load(&mut session, &found)?,
         };
@@ -187,12 +188,20 @@ impl Run {
             self.args.rehearse.iter().filter(|p| due(p)).try_for_each(|p| p.prepare(&mut at.session)).map_err(Failure::fault)?;
             self.args.rehearse.retain(|p| !due(p));
             let result = self.update(at, &batch)?;
-            at.position.updates += 1;
             self.losses = Some((self.losses.map_or(result.loss, |l| l.0), result.loss));
-            if let Some(what) = not_finite(&result) {
-                return Err(Stop::Bad { data, what: format!("{what} of step {step}") });
+            let scale = at.position.loss_scale;
+            let scaled = self.file.plan.compute.scales_loss();
+            let outcome = match not_finite(&result) {
+                None => loss_scale::Outcome::Finite,
+                // The update was left out, and the next is tried with a smaller scale.
+                Some(_) if scaled && result.loss.is_finite() && scale.can_fall() => loss_scale::Outcome::Overflow,
+                Some(what) => return Err(Stop::Bad { data, what: format!("{what} of step {step}") }),
+            };
+            if scaled {
+                at.position.loss_scale = scale.after(outcome, self.args.loss_scale_window);
             }
-            self.line(step, data, &result)
+            at.position.updates += u64::from(outcome == loss_scale::Outcome::Finite);
+            self.line(step, data, &result, scaled.then_some(scale))
         };
         at.position.step += 1;
         at.position.sequences = data + self.feed.sequences();
@@ -222,7 +231,8 @@ impl Run {
     fn update(&self, at: &mut Attempt, batch: &Arc<Batch>) -> std::result::Result<StepResult, Stop> {
         let step = at.position.step;
         let hyper = hyper(&self.args, &self.file, step);
-        let scalars = StepScalars { hyper, step: at.position.updates + 1, inv_tokens: 1.0 / self.feed.targets() as f64 };
+        let loss_scale = if self.file.plan.compute.scales_loss() { at.position.loss_scale.value() } else { 1.0 };
+        let scalars = StepScalars { loss_scale, ..StepScalars::new(hyper, at.position.updates + 1, 1.0 / self.feed.targets() as f64) };
         let twice = self.args.replay > 0 && (step + 1).is_multiple_of(self.args.replay);
         let Some([before, after]) = at.images.as_mut().filter(|_| twice) else {
             let result = at.session.step(&scalars, batch)?;
@@ -339,16 +349,26 @@ impl Run {
         }
     }
 
-    fn line(&self, step: u64, data: u64, result: &StepResult) -> String {
+    /// What is said of a step, `scaled` by so much.
+    fn line(&self, step: u64, data: u64, result: &StepResult, scaled: Option<LossScale>) -> String {
         let rate = self.tokens() / result.seconds;
+        let overflow = result.grad_norm.is_some_and(|n| !n.is_finite());
         if self.args.json {
-            let (loss, norm) = (result.loss, result.grad_norm);
-            json!({ "step": step, "loss": loss, "grad_norm": norm, "seconds": result.seconds, "tokens_per_second": rate, "sequences": data })
-                .to_string()
-        } else {
-            let norm = result.grad_norm.map_or(String::new(), |n| format!("  grad norm {n:8.4}"));
-            format!("step {step:5}  loss {:.5}{norm}  {:>9}  {rate:.0} tokens/s", result.loss, seconds(result.seconds))
+            let (loss, norm) = (result.loss, result.grad_norm.filter(|_| !overflow));
+            let mut line =
+                json!({ "step": step, "loss": loss, "grad_norm": norm, "seconds": result.seconds, "tokens_per_second": rate, "sequences": data });
+            if let Some(scale) = scaled {
+                line["loss_scale"] = json!(scale.value());
+                line["overflow"] = json!(overflow);
+            }
+            return line.to_string();
         }
+        let norm = match (result.grad_norm, scaled) {
+            (Some(_), Some(scale)) if overflow => format!("  skipped: gradients overflow at loss scale {}", scale.value()),
+            (Some(n), _) => format!("  grad norm {n:8.4}"),
+            (None, _) => String::new(),
+        };
+        format!("step {step:5}  loss {:.5}{norm}  {:>9}  {rate:.0} tokens/s", result.loss, seconds(result.seconds))
     }
 
     /// Of a step.

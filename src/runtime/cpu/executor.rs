@@ -10,7 +10,7 @@ use std::thread::Thread;
 use std::time::Duration;
 
 use dplan_ir::dtype::DType;
-use dplan_ir::optimizer::{StepScalars, clip_scale};
+use dplan_ir::optimizer::StepScalars;
 use dplan_ir::program::Stream;
 use dplan_kernels::cpu::block::{Block, BlockMut};
 use dplan_kernels::cpu::{Run, Threads, flat};
@@ -216,7 +216,7 @@ impl<'w> Executor<'w> {
                     None if kernel.dtype() == DType::F64 => BlockMut::F64(&mut []),
                     None => BlockMut::F32(&mut []),
                 };
-                let run = Run { write: *mode, inv_tokens: scalars.inv_tokens, threads: self.world.threads };
+                let run = Run { write: *mode, inv_tokens: scalars.inv_tokens, loss_scale: scalars.loss_scale, threads: self.world.threads };
                 kernel.run(&operands[..ins.len()], &mut results[..outs.len()], scratch, &mut self.staging, run);
             }
             Action::Input { dst, input, block, step } => load(&batch.inputs[*input], block, micro as usize * step, write(dst)),
@@ -255,7 +255,7 @@ impl<'w> Executor<'w> {
                 };
                 put_scalar(write(dst), scalar(read(dst)) + sum);
             }
-            Action::ClipScale { src, dst } => put_scalar(write(dst), clip_scale(scalar(read(src)).sqrt(), scalars.hyper.clip)),
+            Action::ClipScale { src, dst } => put_scalar(write(dst), scalars.gradient_scale(scalar(read(src)).sqrt())),
             Action::Update { optimizer, state, grad, moments, param, scale, stretches } => {
                 let scale = scale.as_ref().map_or(1.0, |s| scalar(read(s)));
                 match (write(state), read(grad)) {
@@ -316,11 +316,12 @@ fn load(rows: &Rows, block: &block::Block, first: usize, dst: BlockMut<'_>) {
         }
         (Rows::Values(rows), BlockMut::Bf16(dst)) => {
             dst.fill(bf16::ZERO);
-            block.each(|s| dst[s.local..s.local + s.len].iter_mut().zip(&rows[first + s.logical..]).for_each(|(d, r)| *d = bf16::from_f64(*r)));
+            block
+                .each(|s| dst[s.local..s.local + s.len].iter_mut().zip(&rows[first + s.logical..]).for_each(|(d, r)| *d = bf16::from_f32(*r as f32)));
         }
         (Rows::Values(rows), BlockMut::F16(dst)) => {
             dst.fill(f16::ZERO);
-            block.each(|s| dst[s.local..s.local + s.len].iter_mut().zip(&rows[first + s.logical..]).for_each(|(d, r)| *d = f16::from_f64(*r)));
+            block.each(|s| dst[s.local..s.local + s.len].iter_mut().zip(&rows[first + s.logical..]).for_each(|(d, r)| *d = f16::from_f32(*r as f32)));
         }
         (Rows::Tokens(_), BlockMut::F32(_) | BlockMut::F64(_) | BlockMut::Bf16(_) | BlockMut::F16(_)) | (Rows::Values(_), BlockMut::I32(_)) => {
             unreachable!("the session checks the kinds of its inputs")

@@ -245,7 +245,7 @@ impl Session {
         let first_that = |which: Scalar| (0..self.program.stages.len()).rev().find_map(|stage| read(stage, which));
         Ok(StepResult {
             loss: first_that(Scalar::Loss).unwrap_or(f64::NAN),
-            grad_norm: first_that(Scalar::NormSquared).map(f64::sqrt),
+            grad_norm: first_that(Scalar::NormSquared).map(|s| scalars.norm(s.sqrt())),
             seconds: started.elapsed().as_secs_f64(),
         })
     }

@@ -123,7 +123,7 @@ fn data_parallel(graph: &Graph) -> Program {
 
 fn scalars(step: u64) -> StepScalars {
     let hyper = Hyper { lr: 0.1, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.01, momentum: 0.0, clip: 0.05 };
-    StepScalars { hyper, step, inv_tokens: 1.0 / (ROWS * MICRO_BATCHES * SEQ) as f64 }
+    StepScalars::new(hyper, step, 1.0 / (ROWS * MICRO_BATCHES * SEQ) as f64)
 }
 
 fn batch(step: u64) -> Arc<Batch> {

@@ -25,12 +25,13 @@ pub unsafe fn scatter(graph: &Graph, program: &Program, arenas: &[Arena], role: 
     each_home(program, param, |stage, bucket, member| {
         let Some(buffer) = program.stages[stage].home(bucket, role) else { return };
         each_rank(graph, program, stage, (param, member), buffer, |rank, slot, local, logical, len| {
+            // By way of f32, as a step rounds masters: `half` leaves out the last bits of an f64, and so rounds some the other way.
             // SAFETY: no rank runs, by the caller's promise.
             match unsafe { arenas[rank].write(slot, 0) } {
                 DataMut::F32(x) => x[local..local + len].iter_mut().zip(&values[logical..]).for_each(|(x, v)| *x = *v as f32),
                 DataMut::F64(x) => x[local..local + len].copy_from_slice(&values[logical..logical + len]),
-                DataMut::Bf16(x) => x[local..local + len].iter_mut().zip(&values[logical..]).for_each(|(x, v)| *x = bf16::from_f64(*v)),
-                DataMut::F16(x) => x[local..local + len].iter_mut().zip(&values[logical..]).for_each(|(x, v)| *x = f16::from_f64(*v)),
+                DataMut::Bf16(x) => x[local..local + len].iter_mut().zip(&values[logical..]).for_each(|(x, v)| *x = bf16::from_f32(*v as f32)),
+                DataMut::F16(x) => x[local..local + len].iter_mut().zip(&values[logical..]).for_each(|(x, v)| *x = f16::from_f32(*v as f32)),
                 DataMut::I32(_) => {}
             }
         });

@@ -56,7 +56,7 @@ pub fn eval(op: &Op, ctx: &OpContext, ins: &[&Tensor], outs: &[LocalType]) -> Ve
         Op::CeStats => lookup::ce_stats(columns(ctx, ins[0]), ins[0], ins[1]),
         Op::CeStatsGrad => one(lookup::ce_stats_grad(columns(ctx, ins[0]), ins)),
         Op::Mean => one(Tensor::dense(&[], vec![ins[0].data.iter().sum::<f64>() * ctx.inv_tokens])),
-        Op::MeanGrad => one(Tensor::zeros(&outs[0]).map(|_| ctx.inv_tokens)),
+        Op::MeanGrad => one(Tensor::zeros(&outs[0]).map(|_| ctx.inv_tokens * ctx.loss_scale)),
         Op::TopKGate(router) => one(moe::top_k_gate(router, ctx, ins)),
         Op::TopKGateGrad(router) => one(moe::top_k_gate_grad(router, ctx, ins)),
         Op::CorrectionGrad => one(Tensor::zeros(&outs[0])),

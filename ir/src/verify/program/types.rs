@@ -330,7 +330,13 @@ impl Types<'_> {
             None if !own_master => return fault(None, "the result must be written in the compute type too"),
             None => {}
         }
-        scale.map_or(Ok(()), |id| self.expect_scalar(id, Scalar::ClipScale))
+        match scale {
+            Some(id) => self.expect_scalar(id, Scalar::ClipScale),
+            None if compute.is_some_and(|t| t.scales_loss()) => {
+                fault(None, "the loss is scaled: expected the factor that takes that from the gradients")
+            }
+            None => Ok(()),
+        }
     }
 
     fn expect_scalar(&self, id: BufferId, scalar: Scalar) -> Result<(), Fault> {

@@ -11,7 +11,7 @@ DP_KERNEL(dp_pointwise)(DP_IN(in_t) a, DP_IN(in_t) b, DP_IN(in_t) c, DP_OUT(out_
     Pack<out_t, VEC> pr, pt;
     if (ADD) pr = dp_ld_pack<VEC>(r, first);
     if (ADD && OUT > 1) pt = dp_ld_pack<VEC>(t, first);
-    acc inv_tokens = IN == 0 ? acc(dp_ld(scalars, 0)) : acc(0);
+    acc inv_tokens = IN == 0 ? acc(dp_ld(scalars, 0) * dp_ld(scalars, 10)) : acc(0);
     DP_UNROLL
     for (int j = 0; j < VEC; j++) {
         acc x = IN > 0 ? acc(widen(pa.v[j])) : inv_tokens, y = IN > 1 ? acc(widen(pb.v[j])) : acc(0), z = IN > 2 ? acc(widen(pc.v[j])) : acc(0);

@@ -5,6 +5,8 @@ DP_KERNEL(dp_update)(DP_OUT(state_t) state, DP_IN(grad_t) grad, DP_OUT(state_t) 
     i64 at = (i64(blockIdx.x) * THREADS + threadIdx.x) * VEC;
     if (at >= n) return;
     acc factor = SCALED ? acc(widen(dp_ld(scale, 0))) : acc(1);
+    // Gradients that overflowed: the step is skipped.
+    if (factor != factor) return;
     acc lr = acc(dp_ld(scalars, 1)), decay = acc(dp_ld(scalars, 5));
     Pack<state_t, VEC> p = dp_ld_pack<VEC>(state, at), m = dp_ld_pack<VEC>(first, at), v;
     Pack<grad_t, VEC> g = dp_ld_pack<VEC>(grad, at);

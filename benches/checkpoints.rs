@@ -1,4 +1,4 @@
-//! What saving a checkpoint every step costs the steps of the bundled Llama: `cargo bench --bench checkpoints`.
+//! What saving checkpoints costs the steps of the bundled Llama, every step and every tenth (`--every 10`): `cargo bench --bench checkpoints`.
 //!
 //! Steps with and without saving take turns in one process, in rounds, and medians over the rounds are compared, so that what else the machine does falls on all alike.
 
@@ -21,8 +21,28 @@ use dplan_planner::lower;
 use megatron::Shape;
 
 const BATCH: u64 = 16;
-const ROUNDS: usize = 12;
-const STEPS: u64 = 4;
+const ROUNDS: usize = 9;
+/// Of one way in a round.
+const STEPS: u64 = 10;
+
+/// How steps and checkpoints go together.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Way {
+    None,
+    /// Written meanwhile, once in a round.
+    Tenth,
+    /// Written meanwhile, after every step.
+    Every,
+    /// After every step, which waits for it.
+    Waiting,
+}
+
+const WAYS: [(Way, &str); 4] = [
+    (Way::None, "no checkpoints"),
+    (Way::Tenth, "every 10th step, written meanwhile"),
+    (Way::Every, "every step, written meanwhile"),
+    (Way::Waiting, "every step, waited for"),
+];
 
 fn main() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -41,23 +61,24 @@ fn main() {
     let start = |session: &Session, mode| Writer::start(session, Arc::clone(&store), about.clone(), mode, Box::new(|_| {})).expect("a thread");
     let (mut behind, mut waiting) = (start(&session, Mode::Background), start(&session, Mode::Waiting));
     let mut position = Position::default();
-    let mut times = [const { Vec::new() }; 3];
+    let mut times = WAYS.map(|_| Vec::new());
     let mut taking = Vec::new();
     for round in 0..=ROUNDS {
-        for (way, times) in times.iter_mut().enumerate() {
+        for (&(way, _), times) in WAYS.iter().zip(&mut times) {
             let begin = Instant::now();
-            for _ in 0..STEPS {
+            for step in 0..STEPS {
                 let hyper = Hyper { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, momentum: 0.0, clip: 1.0 };
                 let scalars = StepScalars::new(hyper, position.updates + 1, 1.0 / feed.targets() as f64);
                 session.step(&scalars, &Arc::new(feed.at(position.sequences))).expect("a step");
                 position = Position { step: position.step + 1, updates: position.updates + 1, sequences: position.sequences + BATCH, ..position };
                 let taken = Instant::now();
                 match way {
-                    1 => drop(behind.save(&mut session, position).expect("saved")),
-                    2 => drop(waiting.save(&mut session, position).expect("saved")),
-                    _ => {}
+                    Way::Tenth if step == 0 => drop(behind.save(&mut session, position).expect("saved")),
+                    Way::Every => drop(behind.save(&mut session, position).expect("saved")),
+                    Way::Waiting => drop(waiting.save(&mut session, position).expect("saved")),
+                    Way::None | Way::Tenth => {}
                 }
-                if way == 1 && round > 0 {
+                if way == Way::Tenth && step == 0 && round > 0 {
                     taking.push(taken.elapsed().as_secs_f64());
                 }
             }
@@ -68,7 +89,8 @@ fn main() {
             }
         }
     }
-    let [none, behind, waiting] = times.map(median);
+    // Of each round, so that what else the machine does in it falls on both.
+    let added: Vec<f64> = times.iter().map(|of| median(of.iter().zip(&times[0]).map(|(x, y)| x / y - 1.0).collect())).collect();
     let bytes: u64 = std::fs::read_dir(&dir)
         .and_then(|d| {
             let last = d.filter_map(Result::ok).map(|e| e.path()).filter(|p| p.is_dir()).max();
@@ -76,12 +98,14 @@ fn main() {
         })
         .map(|d| d.filter_map(Result::ok).filter_map(|e| e.metadata().ok()).map(|m| m.len()).sum())
         .unwrap_or(0);
-    println!("a checkpoint of {:.2} MB every step, {ROUNDS} rounds of {STEPS} steps, medians", bytes as f64 / 1e6);
-    println!("{:>34} {:>9}", "", "ms/step");
-    println!("{:>34} {:9.2}", "no checkpoints", none * 1e3);
-    println!("{:>34} {:9.2} {:+8.2} %", "written by a thread meanwhile", behind * 1e3, (behind / none - 1.0) * 100.0);
-    println!("{:>34} {:9.2} {:+8.2} %", "waited for", waiting * 1e3, (waiting / none - 1.0) * 100.0);
-    println!("{:>34} {:9.2} (median of the time from a step's end to the next step's begin)", "of it, copying", median(taking) * 1e3);
+    println!(
+        "a checkpoint of {:.2} MB, {ROUNDS} rounds of {STEPS} steps each way, medians of ms a step and of what a round adds",
+        bytes as f64 / 1e6
+    );
+    for (((_, name), times), added) in WAYS.iter().zip(times).zip(added) {
+        println!("{name:>36} {:9.2} {:+8.2} %", median(times) * 1e3, added * 100.0);
+    }
+    println!("{:>36} {:9.2} (the one part that no step runs beside)", "copying a checkpoint", median(taking) * 1e3);
 }
 
 fn median(mut times: Vec<f64>) -> f64 {

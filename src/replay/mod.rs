@@ -11,8 +11,9 @@ pub use refit::{Refit, refit};
 pub use row::read;
 pub use score::{Score, Scores, score};
 
-use dplan_planner::executor::{Constants, Decoder, Executor, Layout, Memory, Step, memory, price};
-use dplan_planner::machine::Machine;
+use dplan_planner::executor::{Constant, Constants, Decoder, Executor, Layout, Memory, Step, memory, price};
+use dplan_planner::machine::{Link, Machine};
+use dplan_planner::units::Millionths;
 
 /// A row of the table.
 #[derive(Clone, Debug)]
@@ -51,13 +52,31 @@ pub struct Run {
     pub layout: Layout,
     pub executor: Executor,
     pub machine: Machine,
+    pub fabric: Fabric,
     /// Whether states are known well enough to price memory.
     pub states_known: bool,
 }
 
+/// How messages between nodes leave a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fabric {
+    /// The network reads device memory.
+    Direct,
+    /// Through host memory.
+    OmniPath,
+}
+
 impl Run {
     pub fn step(&self, constants: &Constants) -> Step {
-        price(&self.model, &self.layout, self.executor, &self.machine, constants)
+        let price = |machine: &Machine| price(&self.model, &self.layout, self.executor, machine, constants);
+        match self.fabric {
+            Fabric::Direct => price(&self.machine),
+            Fabric::OmniPath => {
+                let share = Millionths((constants.get(Constant::OmniPath) * 1e6) as u64);
+                let inter = Link { bandwidth: share.of(self.machine.inter.bandwidth), ..self.machine.inter };
+                price(&Machine { inter, ..self.machine.clone() })
+            }
+        }
     }
     pub fn memory(&self) -> Option<Memory> {
         if self.states_known { memory(&self.model, &self.layout, self.executor) } else { None }

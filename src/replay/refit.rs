@@ -1,10 +1,12 @@
 //! The executors' constants fitted again, and how well each source is predicted by a fit that never saw it.
 //!
-//! The loss is the mean error of each source over the error aimed at, and what is above 0.97 of that counts again, threefold; the median over all rows counts like a source. Steps are taken along one constant at a
-//! time, halved where none helps; the order is fixed, so the same rows give the same constants.
+//! The loss is the mean error of each source over the error aimed at, and what is above 0.97 of that counts again, threefold; the median over all rows
+//! counts like a source, and so does the share of pairs in the wrong order. Steps are taken along one constant at a time, halved where none helps; the order
+//! is fixed, so the same rows give the same constants.
 
 use super::Row;
-use dplan_planner::executor::{CONSTANTS, Constant, Constants};
+use super::score::pairs;
+use dplan_planner::executor::{CONSTANTS, Constants};
 use std::collections::BTreeMap;
 
 /// Sources and the mean error aimed at; of others, an error of a half counts as one aim missed.
@@ -20,6 +22,9 @@ const AIMS: [(&str, f64); 7] = [
 
 /// The median error aimed at over all rows.
 const MEDIAN_AIM: f64 = 0.05;
+
+/// The share of pairs in the wrong order aimed at.
+const DISORDER_AIM: f64 = 0.05;
 
 /// A row cannot count for more than this: a run that is not understood should not bend the others.
 const MOST_ERROR: f64 = 0.5;
@@ -53,9 +58,13 @@ fn descend(sources: &BTreeMap<&str, Vec<&Row>>, left_out: Option<&str>) -> Const
     let loss = |c: &Constants| -> f64 {
         let kept = sources.iter().filter(|(source, _)| Some(**source) != left_out);
         let by_source: f64 = kept.clone().map(|(source, rows)| penalty(source, mean_error(rows, c, MOST_ERROR))).sum();
-        let mut all: Vec<f64> = kept.flat_map(|(_, rows)| rows.iter().filter_map(|r| error(r, c))).collect();
+        let runs: Vec<(&Row, f64)> =
+            kept.flat_map(|(_, rows)| rows.iter().filter_map(|r| Some((*r, r.run.as_ref().ok()?.step(c).seconds())))).collect();
+        let mut all: Vec<f64> = runs.iter().filter_map(|(row, predicted)| Some((predicted / row.measured.seconds? - 1.0).abs())).collect();
         all.sort_by(f64::total_cmp);
-        by_source + all.get(all.len() / 2).map_or(0.0, |median| median / MEDIAN_AIM)
+        let (different, right) = pairs(runs.into_iter());
+        let disorder = (different - right) as f64 / different.max(1) as f64;
+        by_source + all.get(all.len() / 2).map_or(0.0, |median| median / MEDIAN_AIM) + disorder / DISORDER_AIM
     };
     let mut constants = Constants::FITTED;
     let mut best = loss(&constants);
@@ -65,8 +74,6 @@ fn descend(sources: &BTreeMap<&str, Vec<&Row>>, left_out: Option<&str>) -> Const
             let tried = [1.0, -1.0].map(|sign| {
                 let mut next = constants;
                 next.0[i] *= 1.0 + sign * step[i];
-                // A transfer takes at most its own time.
-                next.0[Constant::OverlapSlowdown as usize] = next.get(Constant::OverlapSlowdown).min(1.0);
                 (loss(&next), next)
             });
             match tried.into_iter().filter(|t| t.0 < best).min_by(|a, b| a.0.total_cmp(&b.0)) {

@@ -1,9 +1,9 @@
 //! Rows of the table into runs. A field that a source leaves out is filled only by what follows from the others, or by a convention stated here; otherwise the
 //! row is refused with the field's name.
 
-use super::{Counter, Measured, Row, Run};
+use super::{Counter, Fabric, Measured, Row, Run};
 use csv::StringRecord;
-use dplan_planner::executor::{Activations, Decoder, Embeddings, Executor, Layout, Mlp, Overlap, Precision, Recompute, line_rate};
+use dplan_planner::executor::{Activations, Decoder, Embeddings, Executor, Layout, Mlp, Precision, Recompute, line_rate};
 use dplan_planner::machine::Machine;
 use std::io::Read;
 
@@ -129,11 +129,10 @@ fn run(f: &Fields<'_>) -> Result<Run, String> {
             _ if f.text("sequence_parallel") == "true" && tp > 1 => Activations::Sharded,
             _ => Activations::Replicated,
         },
-        tensor_traffic: if f.text("notes").to_lowercase().contains("async") { Overlap::Overlapped } else { Overlap::Serial },
         precision: precision(f.text("precision"), executor),
     };
     let machine = machine(f, ranks)?;
-    Ok(Run { model, layout, executor, machine, states_known: stage.is_some() || !f.text("framework").contains("DeepSpeed") })
+    Ok(Run { model, layout, executor, machine, fabric: fabric(f), states_known: stage.is_some() || !f.text("framework").contains("DeepSpeed") })
 }
 
 fn executor(f: &Fields<'_>) -> Result<Executor, String> {
@@ -189,11 +188,15 @@ fn machine(f: &Fields<'_>, ranks: u64) -> Result<Machine, String> {
     })
 }
 
+/// Jean Zay's A100 partition, in the project's own description, has four Omni-Path links of 100 Gb/s a node.
+fn fabric(f: &Fields<'_>) -> Fabric {
+    if f.text("source_id").starts_with("bloom_") { Fabric::OmniPath } else { Fabric::Direct }
+}
+
 /// Bits per second of a node, where it is known.
 fn network(f: &Fields<'_>, per_node: u64) -> Option<f64> {
     let text = f.text("inter_node");
-    if f.text("source_id").starts_with("bloom_") {
-        // Jean Zay's A100 partition, in the project's own description: four Omni-Path links of 100 Gb/s a node.
+    if fabric(f) == Fabric::OmniPath {
         return Some(400e9);
     }
     if let Some(before) = text.split(" Gb/s per node").next().filter(|b| b.len() < text.len()) {

@@ -1,6 +1,6 @@
 //! How far predictions are from measurements: by source, and over pairs of layouts.
 
-use super::Priced;
+use super::{Priced, Row};
 use std::collections::BTreeMap;
 
 /// Demand this near capacity is no verdict.
@@ -44,7 +44,7 @@ pub fn score(priced: &[Priced<'_>]) -> Scores {
     }
     let sources = by_source.iter().map(|(source, rows)| (source.clone(), of(rows))).collect();
     let mut scores = Scores { sources, all: of(&priced.iter().collect::<Vec<_>>()), ..Scores::default() };
-    order(priced, &mut scores);
+    (scores.pairs, scores.ordered) = pairs(priced.iter().filter_map(|p| Some((p.row, p.seconds?))));
     for p in priced {
         let ended = p.row.measured.out_of_memory || p.row.measured.seconds.is_some();
         match (p.fits, p.margin()) {
@@ -74,24 +74,26 @@ fn of(rows: &[&Priced<'_>]) -> Score {
     }
 }
 
-fn order(priced: &[Priced<'_>], scores: &mut Scores) {
+/// Of runs and their predicted seconds: pairs of one group that differ, and those of them in the right order.
+pub(super) fn pairs<'a>(runs: impl Iterator<Item = (&'a Row, f64)>) -> (usize, usize) {
     let mut groups: BTreeMap<&str, Vec<(f64, f64)>> = BTreeMap::new();
-    for p in priced {
-        let tokens = p.row.run.as_ref().map(|r| r.tokens());
-        if let (Ok(tokens), Some(predicted), Some(measured)) = (tokens, p.seconds, p.row.measured.seconds) {
-            groups.entry(&p.row.group).or_default().push((tokens / predicted, tokens / measured));
+    for (row, predicted) in runs {
+        if let (Ok(run), Some(measured)) = (&row.run, row.measured.seconds) {
+            groups.entry(&row.group).or_default().push((run.tokens() / predicted, run.tokens() / measured));
         }
     }
+    let (mut different, mut right) = (0, 0);
     for runs in groups.values() {
         for (i, a) in runs.iter().enumerate() {
             for b in &runs[i + 1..] {
                 if (a.1 / b.1).max(b.1 / a.1) > 1.0 + DIFFERENT {
-                    scores.pairs += 1;
-                    scores.ordered += usize::from((a.0 > b.0) == (a.1 > b.1));
+                    different += 1;
+                    right += usize::from((a.0 > b.0) == (a.1 > b.1));
                 }
             }
         }
     }
+    (different, right)
 }
 
 fn mean(values: &[f64]) -> Option<f64> {

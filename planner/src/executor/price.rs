@@ -6,7 +6,7 @@
 //! step   = m · slowest stage + (others once)/virtual + transfers + synchronisation − what overlaps + optimizer
 //! ```
 
-use super::{Activations, Constant, Constants, Decoder, Executor, Layout, Overlap, Precision, Recompute, Step, attention_rate};
+use super::{Activations, Constant, Constants, Decoder, Executor, Layout, Precision, Recompute, Step, attention_rate};
 use crate::cost::comm::{Group, group_time, message_seconds};
 use crate::machine::{DeviceSpec, Machine};
 use dplan_ir::program::Pattern;
@@ -16,6 +16,9 @@ const ELEMENTWISE_KERNELS: f64 = 14.0;
 
 /// The optimizer reads and writes gradient, moments, master copy and parameter.
 const OPTIMIZER_BYTES: f64 = 32.0;
+
+/// Bytes moved for each logit by a loss whose kernels are fused: 16-bit logits, a 32-bit copy, its gradient, and that in 16 bits.
+const FUSED_LOGITS: f64 = 20.0;
 
 /// Time of one step, by its parts.
 pub fn price(model: &Decoder, layout: &Layout, executor: Executor, machine: &Machine, constants: &Constants) -> Step {
@@ -76,16 +79,18 @@ impl Pass<'_> {
         (self.model.sequence * self.layout.micro_batch) as f64 / self.layout.cp as f64
     }
 
+    /// A part with less power reaches less in proportion: products run at the power limit.
     fn sustained(&self) -> f64 {
-        self.get(match self.device.name.as_str() {
-            "h100-96g" => Constant::SustainedH100Low,
-            "h100" | "h200" | "gh200" | "h800" | "h100-pcie" => match self.executor {
+        let power = if self.device.name == "h100-96g" { 500.0 / 700.0 } else { 1.0 };
+        let rate = self.get(match self.device.name.as_str() {
+            "h100" | "h100-96g" | "h200" | "gh200" | "h800" | "h100-pcie" => match self.executor {
                 Executor::MosaicFsdp | Executor::Megatron2021 | Executor::DeepSpeed | Executor::Nanotron => Constant::SustainedH100,
                 Executor::MegatronCore | Executor::Fsdp2 | Executor::Fsdp2Compiled => Constant::SustainedH100Late,
             },
             name if name.starts_with('b') || name.starts_with("gb") => Constant::SustainedB200,
             _ => Constant::SustainedA100,
-        })
+        });
+        rate * power
     }
 
     fn launch(&self) -> f64 {
@@ -189,12 +194,12 @@ impl Pass<'_> {
             let flops = 2.0 * count * s * s * d / layout.cp as f64;
             return (self.launch() + flops / (speed * rate), self.launch() + 2.5 * flops / (speed * rate_back));
         }
-        // Heads that do not divide into eights do not reach the matrix units.
+        // Heads that do not divide into eights do not reach the matrix units: half the peak of the others.
         let aligned = model.head_dim.is_multiple_of(8) && (model.heads * model.head_dim / layout.tp).is_multiple_of(8);
         let products = if aligned {
             self.product(count, s, s, d, 1.0) + self.product(count, s, d, s, 1.0)
         } else {
-            2.0 * (self.launch() + 16.0 * count * s * s * d / self.peak())
+            2.0 * (self.launch() + 2.0 * count * s * s * d / (0.5 * self.device.peak.f32.0 as f64))
         };
         let scores = count * s * s;
         // Softmax reads and writes scores; dropout writes a mask too; ALiBi is one more sum.
@@ -216,11 +221,8 @@ impl Pass<'_> {
             Activations::Replicated => time(Pattern::AllReduce),
             Activations::Sharded => time(Pattern::AllGather) + time(Pattern::ReduceScatter),
         };
-        let exposed = match layout.tensor_traffic {
-            Overlap::Serial => 1.0,
-            Overlap::Overlapped => self.get(Constant::OverlapSlowdown),
-        };
-        2.0 * one * exposed
+        // Where it runs beside products (asynchronous tensor parallelism), they take as much longer.
+        2.0 * one
     }
 
     /// Keys and values of the whole sequence, gathered over context-parallel ranks; their gradients go back the same way.
@@ -240,7 +242,8 @@ impl Pass<'_> {
     /// Logits, loss and their gradients.
     fn head(&self) -> f64 {
         let vocab = self.model.vocab as f64 / self.layout.tp as f64;
-        3.0 * self.product(1.0, self.tokens(), vocab, self.model.hidden as f64, 1.0) + self.sweep(20.0 * self.tokens() * vocab)
+        let bytes = if self.executor == Executor::Nanotron { self.get(Constant::EagerLogits) } else { FUSED_LOGITS };
+        3.0 * self.product(1.0, self.tokens(), vocab, self.model.hidden as f64, 1.0) + self.sweep(bytes * self.tokens() * vocab)
     }
 
     /// Layers of a middle stage, and of the last. DeepSpeed counts embedding and head as layers where that divides.
@@ -294,7 +297,9 @@ impl Pass<'_> {
             return if self.layout.zero == 0 {
                 time(group, Pattern::AllReduce, gradient_bytes * parameters)
             } else {
-                time(group, Pattern::ReduceScatter, gradient_bytes * parameters) + time(group, Pattern::AllGather, 2.0 * parameters)
+                // DeepSpeed's pipeline reduces whole gradients everywhere, whatever part of the states a rank holds.
+                let reduction = if self.executor == Executor::DeepSpeed { Pattern::AllReduce } else { Pattern::ReduceScatter };
+                time(group, reduction, gradient_bytes * parameters) + time(group, Pattern::AllGather, 2.0 * parameters)
             };
         }
         let parameters = self.model.layer_parameters() as f64 / self.layout.tp as f64;
@@ -303,12 +308,11 @@ impl Pass<'_> {
             (gather, gather + time(group, Pattern::ReduceScatter, gradient_bytes * parameters))
         };
         let (ahead, back) = transfers(group);
-        // Only what runs on this device's links and units takes from its computation.
+        // What runs on this device's links and units takes as long from its computation; what the network does beside it costs nothing.
         let (near_ahead, near_back) = transfers(near);
-        let slowdown = self.get(Constant::OverlapSlowdown);
         let exposed = |transfer: f64, near: f64, work: f64| match self.executor {
             Executor::DeepSpeed => transfer,
-            _ => (transfer - work).max(0.0) + slowdown * near.min(work),
+            _ => (transfer - work).max(0.0) + near.min(work),
         };
         let each = exposed(ahead, near_ahead, forward) + exposed(back, near_back, backward);
         self.layout.micro_batches as f64 * layers * each
@@ -326,12 +330,14 @@ impl Pass<'_> {
         let inside = |bytes: f64| message_seconds(self.machine.intra, bytes);
         let between = |bytes: f64| message_seconds(self.machine.inter, bytes);
         match self.executor {
-            // Every rank sends the whole; only ranks of the last stage of a node use the network.
+            // Each rank sends its part, and the whole is gathered inside the node; only ranks of the last stage of a node use the network.
             Executor::DeepSpeed => {
                 let stages_of_node = (self.machine.per_node / layout.tp.min(self.machine.per_node)).max(1) as f64;
-                (2.0 * m + fill) * if one_node { inside(whole) } else { between(whole / stages_of_node) }
+                let part = whole / layout.tp as f64;
+                let hop = if one_node { inside(part) } else { between(part / stages_of_node) };
+                (2.0 * m + fill) * (hop + if layout.tp > 1 { inside(whole) } else { 0.0 })
             }
-            // Each rank of a tensor-parallel group sends its part, and the parts are gathered inside the node.
+            // The same, over the network that all ranks share.
             Executor::Megatron2021 | Executor::Nanotron => {
                 let part = whole / layout.tp as f64;
                 let gathered = if layout.activations == Activations::Sharded { 0.0 } else { inside(whole) };

@@ -77,8 +77,11 @@ struct Trained {
 }
 
 fn run(case: &Case, order: Order) -> Result<Trained, RuntimeError> {
-    let mut session =
-        Session::new(case.graph.clone(), case.program.clone(), &Options { timeout: Duration::from_secs(10), order, decay: case.decay })?;
+    let mut session = Session::new(
+        case.graph.clone(),
+        case.program.clone(),
+        &Options { timeout: Duration::from_secs(10), order, decay: case.decay, ..Options::default() },
+    )?;
     session.initialise(7)?;
     let mut steps = Vec::new();
     let mut grads = Table::new();

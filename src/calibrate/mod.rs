@@ -5,6 +5,7 @@
 
 pub mod fit;
 mod minimise;
+pub mod own;
 mod tables;
 mod write;
 

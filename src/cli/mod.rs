@@ -6,11 +6,13 @@
 mod args;
 mod calibrate;
 mod cat;
+mod compare;
 mod compile;
 mod explain;
 mod inspect;
 mod model;
 mod output;
+mod profile;
 mod progress;
 mod replay;
 mod report;
@@ -41,6 +43,8 @@ enum Command {
     Inspect(inspect::Args),
     Calibrate(calibrate::Args),
     Replay(replay::Args),
+    Compare(compare::Args),
+    Profile(profile::Args),
     Cat(cat::Args),
     Schema(schema::Args),
 }
@@ -92,6 +96,8 @@ pub fn main() -> ExitCode {
         Command::Inspect(args) => inspect::run(args),
         Command::Calibrate(args) => calibrate::run(args),
         Command::Replay(args) => replay::run(args),
+        Command::Compare(args) => compare::run(args),
+        Command::Profile(args) => profile::run(args),
         Command::Cat(args) => cat::run(args),
         Command::Schema(args) => schema::run(args),
     };

@@ -1,6 +1,7 @@
 //! What dplan writes: files appear whole or not at all.
 
 pub mod layout;
+pub mod profile;
 pub mod weights;
 
 use std::fs::{self, File};

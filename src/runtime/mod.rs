@@ -14,7 +14,9 @@ pub use cpu::Session;
 pub use cpu::state::{Holding, Run, Which};
 pub use loss_scale::LossScale;
 
+use dplan_ir::entity::SegmentId;
 use dplan_ir::optimizer::DecayGroups;
+use dplan_ir::program::Stream;
 use std::time::Duration;
 
 /// Choices about running that are no part of a program. Only `decay` changes a result.
@@ -25,11 +27,12 @@ pub struct Options {
     pub order: Order,
     /// Which parameters weight decay pulls.
     pub decay: DecayGroups,
+    pub recording: Recording,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { timeout: Duration::from_secs(600), order: Order::Eager, decay: DecayGroups::All }
+        Options { timeout: Duration::from_secs(600), order: Order::Eager, decay: DecayGroups::All, recording: Recording::Off }
     }
 }
 
@@ -40,6 +43,28 @@ pub enum Order {
     Eager,
     /// A pseudo-random stream each time: finds edges that a program lacks.
     Seeded(u64),
+}
+
+/// Whether ranks keep when they ran what.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Recording {
+    Off,
+    On,
+}
+
+/// One instruction that a rank ran, from when it first tried to when it was complete: a collective's span holds the wait for its peers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Span {
+    pub segment: SegmentId,
+    /// Position in the segment.
+    pub at: u32,
+    pub micro_batch: u32,
+    pub stream: Stream,
+    /// Whom it met, for [`Session::members`].
+    pub communicator: Option<u32>,
+    /// Nanoseconds since the session began.
+    pub start: u64,
+    pub end: u64,
 }
 
 /// What one step reports.

@@ -30,7 +30,7 @@ use xxhash_rust::xxh3::xxh3_64;
 /// Train a plan: every rank is a thread that executes its verified program.
 #[derive(clap::Args)]
 #[command(
-    after_help = "Examples:\n  dplan run plan.json --data text.txt --steps 100 --lr 0.003 --save weights.safetensors\n  dplan run plan.json --data text.txt --steps 1000 --checkpoint ckpt --every 50 --restarts 3\n  dplan run other-plan.json --data text.txt --steps 1000 --checkpoint ckpt --resume ckpt"
+    after_help = "Examples:\n  dplan run plan.json --data text.txt --steps 100 --lr 0.003 --save weights.safetensors\n  dplan run plan.json --data text.txt --steps 1000 --checkpoint ckpt --every 50 --restarts 3\n  dplan run other-plan.json --data text.txt --steps 1000 --checkpoint ckpt --resume ckpt\n  dplan run plan.json --steps 5 --profile out.json   # then `dplan compare plan.json out.json`"
 )]
 pub struct Args {
     plan: PathBuf,
@@ -92,6 +92,9 @@ pub struct Args {
     /// Write the first step's gradients, before clipping, here.
     #[arg(long, value_name = "FILE")]
     save_grads: Option<PathBuf>,
+    /// Write when every rank ran what in the first 50 steps (after a restart, in the first 50 since), as Chrome trace JSON, for Perfetto, `dplan inspect` and `dplan compare`.
+    #[arg(long, value_name = "out.json")]
+    profile: Option<PathBuf>,
     /// Save checkpoints in this folder, which any plan of the model can resume.
     #[arg(long, value_name = "DIR")]
     checkpoint: Option<PathBuf>,
@@ -201,7 +204,7 @@ fn check(args: &Args) -> anyhow::Result<()> {
     ensure!(args.every > 0, "--every 0: expected at least 1");
     ensure!(args.keep > 0, "--keep 0: expected at least 1");
     ensure!(args.loss_scale_window > 0, "--loss-scale-window 0: expected at least 1");
-    for path in [&args.save, &args.save_grads].into_iter().flatten() {
+    for path in [&args.save, &args.save_grads, &args.profile].into_iter().flatten() {
         if Some(path) != args.save.as_ref() || !is_folder(path) {
             export::check_writable(path).with_context(|| format!("{}: cannot write", path.display()))?;
         }

@@ -20,12 +20,13 @@ use crate::checkpoint::{self, CheckpointError, Found, Position, Store, Writer};
 use crate::cli::output::{self, gib, seconds};
 use crate::cli::report::degrees;
 use crate::cli::{Failure, Outcome, Result, progress};
+use crate::export::profile::{Recorded, chrome};
 use crate::feed::{Batches, Feed};
 use crate::import::weights::Weights;
 use crate::planfile::PlanFile;
 use crate::runtime::loss_scale::{self, LossScale};
 use crate::runtime::watch::{Difference, Image, Replicas};
-use crate::runtime::{Batch, Options, RuntimeError, Session, StepResult};
+use crate::runtime::{Batch, Options, Recording, RuntimeError, Session, StepResult};
 
 /// Everything that outlives an attempt.
 pub struct Run {
@@ -52,6 +53,7 @@ struct Attempt {
     writer: Option<Writer>,
     replicas: Option<Replicas>,
     images: Option<[Image; 2]>,
+    recorded: Recorded,
 }
 
 /// Why an attempt ended early.
@@ -100,7 +102,9 @@ impl Run {
 
     /// A session at a checkpoint, or at the beginning.
     fn attempt(&self, found: Option<Found>) -> Result<Attempt> {
-        let options = Options { timeout: Duration::from_secs_f64(self.args.timeout), decay: self.args.decay.groups(), ..Options::default() };
+        let recording = if self.args.profile.is_some() { Recording::On } else { Recording::Off };
+        let timeout = Duration::from_secs_f64(self.args.timeout);
+        let options = Options { timeout, decay: self.args.decay.groups(), recording, ..Options::default() };
         let mut session = Session::new(self.file.graph.clone(), self.file.program.clone(), &options).map_err(Failure::fault)?;
         let position = match found {
             None => {
@@ -113,7 +117,7 @@ impl Run {
         let batches = Batches::start(&self.feed, position.sequences)?;
         let replicas = (self.args.check_replicas > 0).then(|| Replicas::new(&session));
         let images = (self.args.replay > 0).then(|| [Image::new(&session), Image::new(&session)]);
-        Ok(Attempt { session, position, batches, writer, replicas, images })
+        Ok(Attempt { session, position, batches, writer, replicas, images, recorded: Recorded::default() })
     }
 
     fn initialise(&self, session: &mut Session) -> Result<()> {
@@ -187,7 +191,9 @@ impl Run {
             let due = |planned: &faults::Planned| planned.step == step;
             self.args.rehearse.iter().filter(|p| due(p)).try_for_each(|p| p.prepare(&mut at.session)).map_err(Failure::fault)?;
             self.args.rehearse.retain(|p| !due(p));
+            let started = at.session.clock();
             let result = self.update(at, &batch)?;
+            at.recorded.take(&mut at.session, started);
             self.losses = Some((self.losses.map_or(result.loss, |l| l.0), result.loss));
             let scale = at.position.loss_scale;
             let scaled = self.file.plan.compute.scales_loss();
@@ -377,6 +383,9 @@ impl Run {
     }
 
     fn finish(self, mut attempt: Attempt) -> Result<Outcome> {
+        if let Some(path) = &self.args.profile {
+            output::write(path, chrome(&attempt.session, self.file.plan.pipeline(), &attempt.recorded).as_bytes())?;
+        }
         if let Some(path) = &self.args.save {
             save_weights(&self.args, path, &self.file, self.weights.as_ref(), &attempt.session.params().map_err(Failure::fault)?)?;
         }

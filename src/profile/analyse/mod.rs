@@ -32,6 +32,8 @@ pub struct Analysis {
     /// Steps recorded of each rank; 0 where they are not marked.
     pub steps: Vec<usize>,
     pub step_mean: Option<Ns>,
+    /// Of all steps of all ranks: what a busy machine disturbs least.
+    pub step_median: Option<Ns>,
     pub exposures: Vec<Exposure>,
     /// Parts of all ranks together.
     pub total: Parts,
@@ -57,9 +59,12 @@ pub fn analyse(profile: &Profile) -> Analysis {
     let balance = balance::of(profile, &exposures, &instances);
     let parallelism = parallelism::recognise(profile, &steps, &instances);
     let means: Vec<Ns> = steps.iter().filter_map(Steps::mean).collect();
+    let mut durations: Vec<Ns> = steps.iter().flat_map(Steps::durations).collect();
+    durations.sort_unstable();
     let mut analysis = Analysis {
         steps: steps.iter().map(Steps::len).collect(),
         step_mean: (!means.is_empty()).then(|| total_of(&means) / means.len() as Ns),
+        step_median: durations.get(durations.len() / 2).copied(),
         total,
         notes: notes(profile, &clocks, &steps),
         exposures,

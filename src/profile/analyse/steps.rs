@@ -29,6 +29,10 @@ impl Steps {
         Some((total / i128::try_from(self.0.len()).ok().filter(|n| *n > 0)?) as Ns)
     }
 
+    pub fn durations(&self) -> impl Iterator<Item = Ns> {
+        self.0.iter().map(|(start, end)| end.saturating_sub(*start))
+    }
+
     /// The step in which something happened.
     pub fn holding(&self, at: Ns) -> Option<usize> {
         let after = self.0.partition_point(|(start, _)| *start <= at);

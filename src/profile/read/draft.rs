@@ -13,7 +13,7 @@ use serde_json::{Map, Value};
 
 use super::meta::Meta;
 use crate::profile::classify::{CommKernel, CommKernels, KernelClass, comm_range};
-use crate::profile::{Comm, CommOp, Direction, Event, Kind, Lane, LaneId, NameId, Ns, Rank};
+use crate::profile::{Comm, CommOp, Direction, Event, Kind, Lane, LaneId, Memory, NameId, Ns, Rank};
 
 /// No event lasts longer than a day.
 const LONGEST: Ns = 86_400_000_000_000;
@@ -37,6 +37,8 @@ pub struct Draft<'r> {
     hints: Vec<Hint>,
     /// Where autograd functions ran.
     backward: Vec<(LaneId, Ns, Ns)>,
+    /// Peaks, by process; [`Draft::split`] gives each rank its own.
+    memories: BTreeMap<String, Memory>,
     key: String,
 }
 
@@ -113,6 +115,7 @@ impl<'r> Draft<'r> {
             host_comms: Vec::new(),
             hints: Vec::new(),
             backward: Vec::new(),
+            memories: BTreeMap::new(),
             key: String::new(),
         }
     }
@@ -220,6 +223,14 @@ impl<'r> Draft<'r> {
         self.rank.events.len() - 1
     }
 
+    /// A process holds so much; of all its records the largest count.
+    pub fn memory(&mut self, process: &str, allocated: Option<u64>, reserved: Option<u64>) {
+        for memory in [&mut self.rank.memory, self.memories.entry(process.into()).or_default()] {
+            memory.allocated_bytes = memory.allocated_bytes.max(allocated);
+            memory.reserved_bytes = memory.reserved_bytes.max(reserved);
+        }
+    }
+
     /// The same records, apart by the process of their lane. Calls and hints join nothing here: such traces say of an event what it is.
     pub fn split(self) -> Vec<(String, Draft<'r>)> {
         let mut parts: BTreeMap<&str, Draft<'r>> = BTreeMap::new();
@@ -245,7 +256,12 @@ impl<'r> Draft<'r> {
                 part.host_comms.push(HostComm { event: moved[comm.event], ..comm.clone() });
             }
         }
-        parts.into_iter().map(|(process, draft)| (process.to_string(), draft)).collect()
+        let mut memories = self.memories;
+        let mut own = |process: &str, mut draft: Draft<'r>| {
+            draft.rank.memory = memories.remove(process).unwrap_or_default();
+            (process.to_string(), draft)
+        };
+        parts.into_iter().map(|(process, draft)| own(process, draft)).collect()
     }
 
     /// Joins, sorts, and gives the rank.

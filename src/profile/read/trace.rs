@@ -204,9 +204,7 @@ impl<'r> Trace<'r> {
         });
         // Type 0 is the host.
         if device != Some(0) {
-            let memory = &mut self.draft.rank.memory;
-            memory.allocated_bytes = memory.allocated_bytes.max(allocated);
-            memory.reserved_bytes = memory.reserved_bytes.max(reserved);
+            self.draft.memory(&string(raw.process), allocated, reserved);
         }
     }
 

@@ -7,7 +7,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
 use std::thread::Thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dplan_ir::dtype::DType;
 use dplan_ir::optimizer::StepScalars;
@@ -21,7 +21,7 @@ use super::arena::{Arena, Slot};
 use super::load::{Action, Code, Item, Loaded};
 use super::meeting::{Part, Phase, Progress};
 use crate::runtime::batch::{Batch, Rows};
-use crate::runtime::{Order, Rehearsal, block};
+use crate::runtime::{Order, Recording, Rehearsal, Span, block};
 
 const STREAMS: usize = Stream::ALL.len();
 
@@ -49,6 +49,9 @@ pub struct World {
     pub poisoned: AtomicBool,
     pub threads: Threads,
     pub order: Order,
+    pub recording: Recording,
+    /// Where recorded times count from.
+    pub began: Instant,
 }
 
 /// What others see of a rank.
@@ -67,6 +70,8 @@ pub struct Seen {
     pub at: AtomicU64,
     /// What the rank is to rehearse in its next step.
     pub rehearse: Mutex<Option<Rehearsal>>,
+    /// What the rank ran, where that is recorded.
+    pub spans: Mutex<Vec<Span>>,
 }
 
 impl World {
@@ -94,6 +99,9 @@ pub struct Executor<'w> {
     steps: u64,
     /// Wide copies of 16-bit operands and results ([`dplan_kernels::cpu::wide`]).
     staging: Vec<f32>,
+    /// When the head of each queue was first tried, and what is complete of this step; used if recording.
+    tried: [Option<u64>; STREAMS],
+    spans: Vec<Span>,
 }
 
 /// The step was given up because another rank failed.
@@ -115,6 +123,8 @@ impl<'w> Executor<'w> {
             random: seed,
             steps: 0,
             staging: vec![0.0; code.staging_elems()],
+            tried: [None; STREAMS],
+            spans: Vec::new(),
         }
     }
 
@@ -138,9 +148,11 @@ impl<'w> Executor<'w> {
                         return Err(Poisoned);
                     }
                     seen.at.store(stream as u64, Ordering::Relaxed);
+                    self.note_try(stream);
                     if self.advance(code, stream, item, scalars, batch) == Progress::Blocked {
                         break;
                     }
+                    self.note_done(code, stream, item);
                     seen.heads[stream].fetch_add(1, Ordering::Relaxed);
                     seen.progress.fetch_add(1, Ordering::Relaxed);
                     (left, moved) = (left - 1, true);
@@ -162,7 +174,37 @@ impl<'w> Executor<'w> {
             }
         }
         self.steps += 1;
+        if self.world.recording == Recording::On {
+            seen.spans.lock().unwrap_or_else(|e| e.into_inner()).append(&mut self.spans);
+        }
         Ok(())
+    }
+
+    /// Keeps when the head of a queue was first tried.
+    fn note_try(&mut self, stream: usize) {
+        if self.world.recording == Recording::On && self.tried[stream].is_none() {
+            self.tried[stream] = Some(self.world.began.elapsed().as_nanos() as u64);
+        }
+    }
+
+    /// Keeps what was completed; events take no time.
+    fn note_done(&mut self, code: &Code, stream: usize, item: Item) {
+        let Some(start) = self.tried[stream].take() else { return };
+        let communicator = match code.actions[item.action as usize] {
+            Action::Record | Action::Wait | Action::Nothing => return,
+            Action::Meet { communicator, .. } => Some(communicator as u32),
+            Action::Run { .. }
+            | Action::Input { .. }
+            | Action::Slice { .. }
+            | Action::Zero { .. }
+            | Action::AddInto { .. }
+            | Action::SquareSum { .. }
+            | Action::ClipScale { .. }
+            | Action::Update { .. } => None,
+        };
+        let (segment, at) = code.origins[item.action as usize];
+        let end = self.world.began.elapsed().as_nanos() as u64;
+        self.spans.push(Span { segment, at: at as u32, micro_batch: item.micro_batch, stream: Stream::ALL[stream], communicator, start, end });
     }
 
     /// Does what the rank was told to rehearse, before its first instruction.

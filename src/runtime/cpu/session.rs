@@ -21,7 +21,7 @@ use super::arena::{Arena, Slot};
 use super::executor::{Executor, Poisoned, Seen, World, scalar};
 use super::load::{Action, Item, Loaded, load};
 use super::state::{self, Holding, Which};
-use crate::runtime::{Batch, Options, RankMemory, Rehearsal, Rows, RuntimeError, Stall, StepResult};
+use crate::runtime::{Batch, Options, RankMemory, Rehearsal, Rows, RuntimeError, Span, Stall, StepResult};
 
 /// A rank that waits looks at its queues more often than this, also on a machine that is busy.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -82,6 +82,8 @@ impl Session {
             poisoned: AtomicBool::new(false),
             threads: if count < cores { Threads::All } else { Threads::Caller },
             order: options.order,
+            recording: options.recording,
+            began: Instant::now(),
         };
         let task = Mutex::new(Task { scalars: None, batch: None, running: 0, panics: Vec::new() });
         let shared = Arc::new(Shared { world, task, finished: Condvar::new(), quit: AtomicBool::new(false), begun: AtomicU64::new(0) });
@@ -114,6 +116,18 @@ impl Session {
     pub fn memory(&self) -> Vec<RankMemory> {
         let codes = &self.shared.world.loaded.codes;
         codes.iter().zip(&self.shared.world.arenas).map(|(code, arena)| RankMemory { stage: code.stage, arena_bytes: arena.bytes() }).collect()
+    }
+    /// Nanoseconds since the session began: the clock of [`Span`]s.
+    pub fn clock(&self) -> u64 {
+        self.shared.world.began.elapsed().as_nanos() as u64
+    }
+    /// Takes what each rank ran since this was last called; empty unless the session records.
+    pub fn take_spans(&mut self) -> Vec<Vec<Span>> {
+        self.shared.world.ranks.iter().map(|seen| std::mem::take(&mut *seen.spans.lock().unwrap_or_else(|e| e.into_inner()))).collect()
+    }
+    /// The ranks of a communicator.
+    pub fn members(&self, communicator: u32) -> &[usize] {
+        &self.shared.world.loaded.communicators[communicator as usize].members
     }
     /// Elements that [`Batch::inputs`] holds for each input of the graph.
     pub fn input_elems(&self) -> impl Iterator<Item = usize> {

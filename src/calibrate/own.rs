@@ -1,0 +1,114 @@
+//! A machine fitted to what its own ranks were seen to do: recorded runs of known plans in, a machine description out.
+//!
+//! Fitted are the numbers the cost model has for a device and its links, nothing else: rate and grains of products, time between kernels, memory bandwidth, α
+//! and β inside a node. Each instruction counts by the time it took, so that the sum over a step, which is what plans are compared by, is met best. A
+//! call took the median of all calls, so that what else the machine does disturbs least.
+
+use super::minimise::minimise;
+use crate::compare::observe::{Observation, Work};
+use crate::planfile::PlanFile;
+use dplan_ir::dtype::DType;
+use dplan_planner::cost::comm;
+use dplan_planner::cost::compute::op_time;
+use dplan_planner::machine::{Curves, DeviceSpec, Link, Machine, Peak};
+use dplan_planner::prices::Links;
+use dplan_planner::units::{Millionths, Nanos, PerSecond};
+use std::sync::Arc;
+
+/// `machine` with the numbers that predict best what ranks did under each of some plans; and the mean error of an instruction, weighted by time, before and
+/// after.
+pub fn fit(machine: &Machine, seen: &[(PlanFile, Vec<Observation>)]) -> (Machine, f64, f64) {
+    let device = fit_device(&machine.device, seen);
+    let intra = fit_link(machine, seen);
+    // Curves of other conditions would hide what was measured here.
+    let fitted = Machine {
+        device,
+        intra,
+        inter: if machine.nodes == 1 { intra } else { machine.inter },
+        curves: Arc::new(Curves::default()),
+        ..machine.clone()
+    };
+    let before = error(machine, seen);
+    let after = error(&fitted, seen);
+    (fitted, before, after)
+}
+
+/// Mean error of an instruction, weighted by the time it took.
+fn error(machine: &Machine, seen: &[(PlanFile, Vec<Observation>)]) -> f64 {
+    let (mut sum, mut weight) = (0.0, 0.0);
+    for (plan, observations) in seen {
+        for o in observations.iter().filter(|o| o.measured > 0) {
+            let time = o.calls as f64 * o.measured as f64;
+            sum += time * (o.work.predicted(machine, plan).0 as f64 / o.measured as f64 - 1.0).abs();
+            weight += time;
+        }
+    }
+    if weight > 0.0 { sum / weight } else { 0.0 }
+}
+
+fn fit_device(device: &DeviceSpec, seen: &[(PlanFile, Vec<Observation>)]) -> DeviceSpec {
+    let local = || seen.iter().flat_map(|(_, o)| o).filter(|o| !o.work.shared() && o.measured > 0);
+    let Some(dtype) = local().find_map(|o| if let Work::Op { dtype, .. } = o.work { Some(dtype) } else { None }) else { return device.clone() };
+    let spec = |p: &[f64]| with(device, dtype, p);
+    let loss = |p: &[f64]| {
+        if p.iter().any(|x| *x <= 0.0 || *x > 1e6) {
+            return f64::INFINITY;
+        }
+        let machine = Machine { device: spec(p), ..dplan_planner::machine::cpu(1) };
+        local()
+            .map(|o| {
+                let predicted = match &o.work {
+                    Work::Op { cost, dtype } => op_time(&machine.device, *dtype, cost),
+                    Work::Sweep { bytes } => machine.sweep(*bytes),
+                    Work::Collective { .. } | Work::Message { .. } => return 0.0,
+                };
+                o.calls as f64 * o.measured as f64 * (predicted.0.max(1) as f64 / o.measured as f64).ln().abs()
+            })
+            .sum::<f64>()
+    };
+    // Giga-operations a second, grains, nanoseconds, gigabytes a second.
+    let start = [device.matrix_efficiency.of(device.peak.of(dtype)).0 as f64 * 1e-9, 8.0, 8.0, device.launch.0.max(100) as f64, 4.0];
+    spec(&minimise(loss, &start, &[0.5, 1.0, 1.0, 1.0, 0.5], 400))
+}
+
+/// The device with a product rate in Gop/s, two grains, a launch in ns and a bandwidth in GB/s.
+fn with(device: &DeviceSpec, dtype: DType, p: &[f64]) -> DeviceSpec {
+    let rate = PerSecond((p[0] * 1e9) as u64);
+    let mut peak = device.peak;
+    // What is reached is the peak of a machine without a data sheet; the other types keep their proportion.
+    let scale = rate.0 as f64 / device.peak.of(dtype).0.max(1) as f64;
+    let scaled = |r: PerSecond| PerSecond(((r.0 as f64 * scale) as u64).max(1));
+    peak = Peak { f64: scaled(peak.f64), f32: scaled(peak.f32), bf16: scaled(peak.bf16), f16: scaled(peak.f16) };
+    DeviceSpec {
+        peak,
+        matrix_efficiency: Millionths(1_000_000),
+        matrix_grain: p[1].round() as u64,
+        matrix_depth_grain: p[2].round() as u64,
+        launch: Nanos(p[3].round() as u64),
+        bandwidth: PerSecond((p[4] * 1e9) as u64),
+        bandwidth_efficiency: Millionths(1_000_000),
+        ..device.clone()
+    }
+}
+
+fn fit_link(machine: &Machine, seen: &[(PlanFile, Vec<Observation>)]) -> Link {
+    let shared: Vec<&Observation> = seen.iter().flat_map(|(_, o)| o).filter(|o| o.work.shared() && o.measured > 0).collect();
+    if shared.is_empty() {
+        return machine.intra;
+    }
+    let link = |p: &[f64]| Link { latency: Nanos((p[0] * 1e3) as u64), bandwidth: PerSecond(((p[1] * 1e9) as u64).max(1)) };
+    let loss = |p: &[f64]| {
+        if p[0] < 0.0 || p[1] <= 0.001 || p[0] > 1e5 {
+            return f64::INFINITY;
+        }
+        let link = link(p);
+        let machine = Machine { intra: link, inter: link, curves: Arc::default(), ..machine.clone() };
+        let predicted = |o: &Observation| match &o.work {
+            Work::Collective { group, pattern, bytes } => comm::group_time(&machine, *group, *pattern, *bytes).seconds(),
+            Work::Message { bytes, .. } => comm::message_seconds(link, *bytes as f64),
+            Work::Op { .. } | Work::Sweep { .. } => 0.0,
+        };
+        shared.iter().map(|o| o.calls as f64 * o.measured as f64 * (predicted(o).max(1e-9) / (o.measured as f64 * 1e-9)).ln().abs()).sum::<f64>()
+    };
+    link(&minimise(loss, &[10.0, 2.0], &[1.0, 0.5], 200))
+}

@@ -1,0 +1,233 @@
+//! A run's own profile: Chrome trace JSON, as `dplan trace` writes its prediction, so that both lie over each other in Perfetto.
+//!
+//! One process a rank, one thread a stream. An instruction is named `STAGE.SEGMENT@NUMBER.POSITION WORD CLASS` ([`Instruction`]); collectives and messages carry op, bytes
+//! and group; `step N` spans a step, `PP:0F3` the forward pass of micro-batch 3 on
+//! virtual stage 0.
+
+use crate::runtime::{Session, Span};
+use dplan_ir::cost::{Unit, op_cost};
+use dplan_ir::entity::{BufferId, SegmentId};
+use dplan_ir::graph::{Graph, Layout};
+use dplan_ir::op::Op;
+use dplan_ir::pipeline::{Pass, Pipeline};
+use dplan_ir::program::{Buffer, Content, Instr, Program, SegmentKind, Stream};
+use dplan_ir::sharding::{LocalType, local_type};
+use serde_json::{Value, json};
+
+/// Where an instruction is, as profiles name it.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct Instruction {
+    pub stage: u32,
+    pub kind: SegmentKind,
+    /// A stage has a segment of a kind for each of its virtual stages.
+    pub segment: SegmentId,
+    pub at: u32,
+}
+
+impl Instruction {
+    pub fn name(&self) -> String {
+        format!("{}.{}@{}.{}", self.stage, self.kind.name(), self.segment.0, self.at)
+    }
+    /// From the first word of an event's name.
+    pub fn parse(name: &str) -> Option<Instruction> {
+        let mut parts = name.split(' ').next()?.split('.');
+        let stage = parts.next()?.parse().ok()?;
+        let (kind, segment) = parts.next()?.split_once('@')?;
+        let (kind, segment) = (SegmentKind::from_name(kind)?, SegmentId(segment.parse().ok()?));
+        let at = parts.next()?.parse().ok()?;
+        parts.next().is_none().then_some(Instruction { stage, kind, segment, at })
+    }
+}
+
+/// The types of a node's operands and results on one rank, as its buffers hold them.
+pub fn local_types(graph: &Graph, program: &Program, stage: usize, buffers: &[BufferId]) -> Option<Vec<LocalType>> {
+    let stage = &program.stages[stage];
+    let one = |buffer: &Buffer| {
+        let (value, sharding) = match &buffer.content {
+            Content::Value { value, sharding } => (*value, sharding.clone()),
+            Content::Member { bucket, param, .. } => {
+                let member = stage.buckets[*bucket].members.iter().find(|m| m.param == *param)?;
+                (graph.params[*param].value, member.sharding.clone())
+            }
+            // A scalar stands for the loss, which nothing is priced by.
+            Content::Scalar(_) | Content::Flat { .. } | Content::Scratch => {
+                return Some(LocalType { dtype: buffer.dtype, dims: Vec::new(), layout: Layout::Dense, experts: 0 });
+            }
+        };
+        Some(local_type(&graph.values[value].ty, &sharding, &program.padded, &program.mesh))
+    };
+    buffers.iter().map(|&b| one(&stage.buffers[b])).collect()
+}
+
+/// What bounds a node, in the words profiles are read by.
+pub fn class_of(graph: &Graph, program: &Program, stage: usize, instr: &Instr) -> &'static str {
+    let Instr::Run { node, ins, outs, .. } = instr else { return "elementwise" };
+    let op = &graph.nodes[*node].op;
+    if matches!(op, Op::Attention(_) | Op::AttentionGrad(_)) {
+        return "attention";
+    }
+    let (Some(ins), Some(outs)) = (local_types(graph, program, stage, ins), local_types(graph, program, stage, outs)) else { return "elementwise" };
+    match op_cost(op, &ins.iter().collect::<Vec<_>>(), &outs.iter().collect::<Vec<_>>()).unit {
+        Unit::Matrix { .. } => "gemm",
+        Unit::Vector => "elementwise",
+    }
+}
+
+/// Steps that a profile holds. A longer run is like its beginning, and its profile would fill the disk.
+const MOST_STEPS: usize = 50;
+
+/// What the ranks ran in the first steps of a session.
+#[derive(Debug, Default)]
+pub struct Recorded {
+    /// Beginning and end of each step, by the session's clock.
+    steps: Vec<(u64, u64)>,
+    /// By rank.
+    spans: Vec<Vec<Span>>,
+}
+
+impl Recorded {
+    /// Takes what the session recorded of the step that began at `start` and is over.
+    pub fn take(&mut self, session: &mut Session, start: u64) {
+        let spans = session.take_spans();
+        if self.steps.len() < MOST_STEPS {
+            self.steps.push((start, session.clock()));
+            self.spans.resize_with(spans.len(), Vec::new);
+            self.spans.iter_mut().zip(spans).for_each(|(all, mut new)| all.append(&mut new));
+        }
+    }
+}
+
+/// The trace of what was recorded.
+pub fn chrome(session: &Session, pipeline: Pipeline, recorded: &Recorded) -> String {
+    let (graph, program) = (session.graph(), session.program());
+    let mut events: Vec<Value> = Vec::new();
+    let per_stage = program.mesh.ranks() as usize;
+    for (rank, spans) in recorded.spans.iter().enumerate() {
+        let stage = rank / per_stage.max(1);
+        events.push(json!({ "ph": "M", "pid": rank, "name": "process_name", "args": { "name": format!("rank {rank}") } }));
+        for stream in Stream::ALL {
+            events.push(json!({ "ph": "M", "pid": rank, "tid": stream as usize, "name": "thread_name", "args": { "name": stream.name() } }));
+        }
+        let bytes = program.stages[stage].arena_bytes;
+        let memory = json!({ "Device Type": 1, "Total Allocated": bytes, "Total Reserved": bytes });
+        events.push(json!({ "ph": "i", "pid": rank, "tid": 0, "ts": 0, "name": "[memory]", "args": memory }));
+        for (step, &(start, end)) in recorded.steps.iter().enumerate() {
+            events.push(complete(rank, Stream::ALL.len(), "step", &format!("step {step}"), start, end, json!({})));
+        }
+        passes(rank, stage, program, pipeline, spans, &mut events);
+        for span in spans {
+            events.push(instruction(session, graph, program, rank, stage, span));
+        }
+    }
+    json!({ "displayTimeUnit": "ms", "traceEvents": events }).to_string() + "\n"
+}
+
+/// What an instruction is called in profiles, after its place: a word for what it does and, of computation, the class of it.
+pub fn label(graph: &Graph, program: &Program, stage: usize, instr: &Instr) -> String {
+    let compute = |word: &str| format!("{word} {}", class_of(graph, program, stage, instr));
+    match instr {
+        Instr::Run { node, .. } => compute(&word(&graph.nodes[*node].op)),
+        Instr::Collective { pattern, .. } => pattern.name().into(),
+        Instr::Send { .. } => "send".into(),
+        Instr::Recv { .. } => "recv".into(),
+        Instr::Input { .. } => compute("load"),
+        Instr::Slice { .. } => compute("slice"),
+        Instr::Zero { .. } => compute("zero"),
+        Instr::AddInto { .. } => compute("add"),
+        Instr::SquareSum { .. } => compute("square_sum"),
+        Instr::ClipScale { .. } => compute("clip_scale"),
+        Instr::Update { .. } => compute("update"),
+        Instr::Record(_) | Instr::Wait(_) => "event".into(),
+    }
+}
+
+/// Bytes that an instruction moves between ranks: of a collective the larger of what is given and what is got.
+pub fn moved_bytes(program: &Program, stage: usize, instr: &Instr) -> Option<u64> {
+    let bytes = |buffer: &BufferId| program.stages[stage].buffers[*buffer].bytes;
+    match instr {
+        Instr::Collective { src, dst, .. } => Some(bytes(src).max(bytes(dst))),
+        Instr::Send { src, .. } => Some(bytes(src)),
+        Instr::Recv { dst, .. } => Some(bytes(dst)),
+        Instr::Run { .. }
+        | Instr::Input { .. }
+        | Instr::Slice { .. }
+        | Instr::Zero { .. }
+        | Instr::AddInto { .. }
+        | Instr::SquareSum { .. }
+        | Instr::ClipScale { .. }
+        | Instr::Update { .. }
+        | Instr::Record(_)
+        | Instr::Wait(_) => None,
+    }
+}
+
+fn instruction(session: &Session, graph: &Graph, program: &Program, rank: usize, stage: usize, span: &Span) -> Value {
+    let segment = &program.stages[stage].segments[span.segment];
+    let instr = &segment.body[span.at as usize].instr;
+    let place = Instruction { stage: stage as u32, kind: segment.kind, segment: span.segment, at: span.at };
+    let name = format!("{} {}", place.name(), label(graph, program, stage, instr));
+    let group = span.communicator.map(|c| session.members(c).to_vec());
+    let bytes = moved_bytes(program, stage, instr);
+    let peer = || group.as_ref().and_then(|g| g.iter().copied().find(|&r| r != rank));
+    let (category, args) = match instr {
+        Instr::Collective { pattern, .. } => {
+            let size = group.as_ref().map(Vec::len);
+            ("collective", json!({ "op": pattern.name(), "bytes": bytes, "group": group, "group_size": size }))
+        }
+        Instr::Send { .. } => ("p2p", json!({ "op": "send", "bytes": bytes, "peer": peer() })),
+        Instr::Recv { .. } => ("p2p", json!({ "op": "recv", "bytes": bytes, "peer": peer() })),
+        Instr::Record(_) | Instr::Wait(_) => ("range", json!({})),
+        Instr::Run { .. }
+        | Instr::Input { .. }
+        | Instr::Slice { .. }
+        | Instr::Zero { .. }
+        | Instr::AddInto { .. }
+        | Instr::SquareSum { .. }
+        | Instr::ClipScale { .. }
+        | Instr::Update { .. } => ("compute", json!({ "micro_batch": span.micro_batch })),
+    };
+    complete(rank, span.stream as usize, category, &name, span.start, span.end, args)
+}
+
+/// Passes of micro-batches, named as PyTorch's schedules name them: from the first to the last instruction of consecutive spans of one segment.
+fn passes(rank: usize, stage: usize, program: &Program, pipeline: Pipeline, spans: &[Span], events: &mut Vec<Value>) {
+    let virtual_stages: Vec<u64> = pipeline.virtual_stages_of(stage as u64).collect();
+    let segments = &program.stages[stage].segments;
+    let mut compute: Vec<&Span> = spans.iter().filter(|s| s.stream == Stream::Compute).collect();
+    compute.sort_by_key(|s| s.start);
+    for spans in compute.chunk_by(|a, b| (a.segment, a.micro_batch) == (b.segment, b.micro_batch)) {
+        let first = spans[0];
+        let pass = match segments[first.segment].kind {
+            SegmentKind::Forward => Pass::Forward,
+            SegmentKind::Backward | SegmentKind::BackwardLast => Pass::Backward,
+            SegmentKind::BackwardInput => Pass::Input,
+            SegmentKind::BackwardWeight | SegmentKind::BackwardWeightLast => Pass::Weight,
+            SegmentKind::Begin | SegmentKind::Update => continue,
+        };
+        // The segments of a virtual stage follow its forward one.
+        let forwards = segments.iter().filter(|(id, s)| s.kind == SegmentKind::Forward && *id <= first.segment).count();
+        let Some(virtual_stage) = forwards.checked_sub(1).and_then(|at| virtual_stages.get(at)) else { continue };
+        let end = spans.iter().map(|s| s.end).max().unwrap_or(first.end);
+        let name = format!("PP:{virtual_stage}{}{}", pass.letter(), first.micro_batch);
+        events.push(complete(rank, Stream::ALL.len(), "range", &name, first.start, end, json!({})));
+    }
+}
+
+fn complete(rank: usize, thread: usize, category: &str, name: &str, start: u64, end: u64, args: Value) -> Value {
+    let (ts, dur) = (start as f64 * 1e-3, end.saturating_sub(start) as f64 * 1e-3);
+    json!({ "ph": "X", "pid": rank, "tid": thread, "cat": category, "name": name, "ts": ts, "dur": dur, "args": args })
+}
+
+/// An op's name in one word: `RmsNorm { … }` is `rms_norm`.
+fn word(op: &Op) -> String {
+    let debug = format!("{op:?}");
+    let name = debug.split(|c: char| !c.is_ascii_alphanumeric()).next().unwrap_or_default();
+    let mut out = String::new();
+    for (i, c) in name.char_indices() {
+        if c.is_ascii_uppercase() && i > 0 {
+            out.push('_');
+        }
+        out.push(c.to_ascii_lowercase());
+    }
+    out
+}

@@ -7,6 +7,8 @@ use dplan_ir::order::Order;
 use super::source::{Builder, Size, int};
 use super::{Arg, Family, PrepareError};
 
+/// Blocks of the table's gradient.
+const GRAD_BLOCKS: u64 = 1024;
 const THREADS: u64 = 256;
 
 pub fn lookup(b: &mut Builder<'_>, table: Extent) {
@@ -22,10 +24,15 @@ pub fn lookup_grad(b: &mut Builder<'_>, table: Extent) {
     if !b.add() {
         fill_zero(b);
     }
-    let threads = 128;
-    let text = b.config(threads).ty("grad_t", b.d.outs[0].dtype).text(&[include_str!("text/embed_grad.cuh")]);
-    let args = vec![Arg::In(0), Arg::In(1), Arg::Out(0), int(tokens), int(width), int(table.start), int(table.len)];
-    b.launch(Family::Embed, "dp_embed_grad", text, Size::blocks(tokens, threads, (threads / 32 + threads) * 4), args);
+    let pack = b.pack(&[width]);
+    let strips = width.div_ceil(THREADS * pack).max(1);
+    // Enough blocks to fill a GPU, as each goes through all tokens.
+    let rows_of_block = table.len.div_ceil((GRAD_BLOCKS / strips).max(1)).max(1);
+    let text = b.config(THREADS).int("VEC", pack).ty("grad_t", b.d.outs[0].dtype).text(&[include_str!("text/embed_grad.cuh")]);
+    let numbers = [tokens, width, table.start, table.len, rows_of_block].map(int);
+    let args = [Arg::In(0), Arg::In(1), Arg::Out(0)].into_iter().chain(numbers).collect();
+    let size = Size::blocks(table.len.div_ceil(rows_of_block) * strips, THREADS, 128 + 32 * THREADS);
+    b.launch(Family::Embed, "dp_embed_grad", text, size, args);
 }
 
 /// Rows that no token names have no gradient.

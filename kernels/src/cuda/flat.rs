@@ -1,5 +1,7 @@
 //! What a program does with flat buffers and scalars: sums, clipping, the optimizer.
 
+use std::ops::Range;
+
 use dplan_ir::cost::{OpCost, Unit};
 use dplan_ir::dtype::DType;
 use dplan_ir::optimizer::Optimizer;
@@ -48,8 +50,8 @@ pub fn clip_scale(src: DType, dst: DType) -> Routine {
 
 /// One optimizer step on `n` elements. Operands: gradient, then the scale if there is one. Results: state, moments, then the parameter in the compute
 /// type if it is another buffer.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Update {
+#[derive(Clone, Debug)]
+pub struct Update<'a> {
     pub optimizer: Optimizer,
     pub state: DType,
     pub grad: DType,
@@ -57,36 +59,45 @@ pub struct Update {
     pub scale: Option<DType>,
     pub n: u64,
     pub alignment: Alignment,
+    /// All elements, in stretches that weight decay pulls or does not.
+    pub stretches: &'a [(Range<u64>, bool)],
 }
 
-pub fn update(u: Update) -> Routine {
+/// One launch for each stretch.
+pub fn update(u: &Update<'_>) -> Routine {
     let (adam, coupled) = match u.optimizer {
         Optimizer::AdamW => (true, false),
         Optimizer::Adam => (true, true),
         Optimizer::Sgd => (false, false),
     };
     let param = u.param.unwrap_or(u.state);
-    let pack = pack(u.n, &[u.state, u.grad], u.alignment);
-    let text = Config::default()
-        .ty("state_t", u.state)
-        .ty("grad_t", u.grad)
-        .ty("param_t", param)
-        .ty("scale_t", u.scale.unwrap_or(u.state))
-        .ty("acc", u.state.accumulator())
-        .int("THREADS", THREADS)
-        .int("VEC", pack)
-        .flag("ADAM", adam)
-        .flag("COUPLED", coupled)
-        .flag("SCALED", u.scale.is_some())
-        .flag("CAST", u.param.is_some())
-        .text(&[include_str!("text/update.cuh")]);
     let moments = u.optimizer.moments();
     let cast = if u.param.is_some() { Arg::Out(1 + moments) } else { Arg::Out(0) };
     let scale = if u.scale.is_some() { Arg::In(1) } else { Arg::Scalars };
-    let args = vec![Arg::Out(0), Arg::In(0), Arg::Out(1), Arg::Out(moments), cast, scale, Arg::Scalars, int(u.n)];
-    let launch = one(Family::Optimizer, "dp_update", text, Size::over(u.n / pack, THREADS), args);
+    let mut launches = Vec::new();
+    for (stretch, pulled) in u.stretches {
+        let whole = [stretch.start, stretch.end].iter().map(|at| pack(*at, &[u.state, u.grad], u.alignment)).min();
+        let pack = whole.unwrap_or(1);
+        let text = Config::default()
+            .ty("state_t", u.state)
+            .ty("grad_t", u.grad)
+            .ty("param_t", param)
+            .ty("scale_t", u.scale.unwrap_or(u.state))
+            .ty("acc", u.state.accumulator())
+            .int("THREADS", THREADS)
+            .int("VEC", pack)
+            .flag("ADAM", adam)
+            .flag("COUPLED", coupled)
+            .flag("PULLED", *pulled)
+            .flag("SCALED", u.scale.is_some())
+            .flag("CAST", u.param.is_some())
+            .text(&[include_str!("text/update.cuh")]);
+        let args = vec![Arg::Out(0), Arg::In(0), Arg::Out(1), Arg::Out(moments), cast, scale, Arg::Scalars, int(stretch.start), int(stretch.end)];
+        let size = Size::over((stretch.end - stretch.start) / pack, THREADS);
+        launches.extend(one(Family::Optimizer, "dp_update", text, size, args));
+    }
     let bytes = u.n * (u.grad.size() + 2 * u.state.size() * (1 + moments as u64) + u.param.map_or(0, DType::size));
-    routine(launch, 0, u.n * if adam { 14 } else { 6 }, bytes)
+    routine(launches, 0, u.n * if adam { 14 } else { 6 }, bytes)
 }
 
 /// Rows of `src[outer, row]` reordered into `dst`: element (o, part, i) of `src` goes to (part, o, i), for parts of `len` elements.

@@ -43,8 +43,8 @@ pub fn norm(b: &mut Builder<'_>, which: Which, part: Part, eps: f64) -> Result<(
         }
         Part::GradWeight => {
             let text = config.text(&[common, include_str!("text/norm_grad_weight.cuh")]);
-            // A group sums at least eight rows, so that its sums are an eighth of what it reads.
-            let blocks = rows.div_ceil(8).div_ceil(groups_of_block).clamp(1, MOST_GROUPS.div_ceil(groups_of_block));
+            // A group sums at least 32 rows: its sums, written and read again in f32, are then little beside what it reads.
+            let blocks = rows.div_ceil(32).div_ceil(groups_of_block).clamp(1, MOST_GROUPS.div_ceil(groups_of_block));
             let (groups, results) = (blocks * groups_of_block, b.d.outs.len() as u64);
             let aux = b.take(results * groups * cols * b.acc.size());
             let args = vec![Arg::In(0), Arg::In(1), aux, int(rows), int(cols)];

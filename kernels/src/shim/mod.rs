@@ -160,6 +160,48 @@ impl Library {
         Ok(Ran { moved, unwritten })
     }
 
+    /// Runs one launch on ranges of memory, which the kernel is held to.
+    ///
+    /// # Errors
+    /// As [`Library::run`].
+    ///
+    /// # Safety
+    /// Each range is allocated, and nothing else touches it meanwhile.
+    pub unsafe fn launch(&self, launch: &Launch, operands: &[Operand], seed: u64) -> Result<(), ShimError> {
+        // A range that is named twice is one memory, so that races between its uses are found.
+        let mut memories: Vec<Memory> = Vec::new();
+        let mut places: Vec<Option<usize>> = Vec::new();
+        for operand in operands {
+            places.push(match *operand {
+                Operand::Int(_) => None,
+                Operand::Memory { base, bytes, writable } => {
+                    let same = |m: &Memory| (m.base, m.bytes, m.writable) == (base, bytes, i32::from(writable));
+                    Some(memories.iter().position(same).unwrap_or_else(|| {
+                        memories.push(Memory::new(base, bytes as usize, std::ptr::null_mut(), i32::from(writable)));
+                        memories.len() - 1
+                    }))
+                }
+            });
+        }
+        let mut writers: Vec<Vec<u64>> = memories.iter().map(|m| vec![0; if m.writable == 0 { 0 } else { m.bytes.div_ceil(2) as usize }]).collect();
+        let mut sectors: Vec<Vec<[u32; 2]>> = memories.iter().map(|m| vec![[0; 2]; m.bytes as usize / 32 + 1]).collect();
+        for ((memory, writers), sectors) in memories.iter_mut().zip(&mut writers).zip(&mut sectors) {
+            memory.writers = if memory.writable == 0 { std::ptr::null_mut() } else { writers.as_mut_ptr() };
+            memory.sectors = sectors.as_mut_ptr();
+        }
+        let args: Vec<RawArg> = operands
+            .iter()
+            .zip(places)
+            .map(|(operand, place)| match (*operand, place) {
+                (Operand::Int(integer), _) => RawArg { kind: 1, memory: std::ptr::null_mut(), offset: 0, integer },
+                (Operand::Memory { .. }, place) => {
+                    RawArg { kind: 0, memory: place.map_or(std::ptr::null_mut(), |at| &raw mut memories[at]), offset: 0, integer: 0 }
+                }
+            })
+            .collect();
+        self.call(launch, &args, 1, Options::seeded(seed))
+    }
+
     /// Runs one launch on memory as the caller describes it.
     fn call(&self, launch: &Launch, args: &[RawArg], number: u64, options: Options) -> Result<(), ShimError> {
         let entry = launch.entry;
@@ -188,6 +230,13 @@ impl Library {
         let end = error.iter().position(|&b| b == 0).unwrap_or(error.len());
         Err(ShimError::Fault { entry, what: String::from_utf8_lossy(&error[..end]).into_owned() })
     }
+}
+
+/// An argument of one launch.
+#[derive(Clone, Copy, Debug)]
+pub enum Operand {
+    Memory { base: *mut u8, bytes: u64, writable: bool },
+    Int(i64),
 }
 
 /// What a run found out.

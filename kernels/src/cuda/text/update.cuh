@@ -1,13 +1,14 @@
-// One optimizer step on flat buffers, in place. Config: state_t (of state and moments), grad_t, param_t, scale_t, acc, THREADS, VEC, ADAM, COUPLED, SCALED, CAST.
+// One optimizer step on flat buffers, in place. Config: state_t (of state and moments), grad_t, param_t, scale_t, acc, THREADS, VEC, ADAM, COUPLED, PULLED (by weight
+// decay), SCALED, CAST. Elements from `begin` to `end`.
 // AdamW: p <- p (1 - lr wd) - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps). Adam (COUPLED): g <- g + wd p, then the same without decay. SGD: g <- g + wd p; v <- momentum v + g; p <- p - lr v.
 DP_KERNEL(dp_update)(DP_OUT(state_t) state, DP_IN(grad_t) grad, DP_OUT(state_t) first, DP_OUT(state_t) second, DP_OUT(param_t) param, DP_IN(scale_t) scale,
-                     DP_IN(double) scalars, i64 n) {
-    i64 at = (i64(blockIdx.x) * THREADS + threadIdx.x) * VEC;
-    if (at >= n) return;
+                     DP_IN(double) scalars, i64 begin, i64 end) {
+    i64 at = begin + (i64(blockIdx.x) * THREADS + threadIdx.x) * VEC;
+    if (at >= end) return;
     acc factor = SCALED ? acc(widen(dp_ld(scale, 0))) : acc(1);
     // Gradients that overflowed: the step is skipped.
     if (factor != factor) return;
-    acc lr = acc(dp_ld(scalars, 1)), decay = acc(dp_ld(scalars, 5));
+    acc lr = acc(dp_ld(scalars, 1)), decay = PULLED ? acc(dp_ld(scalars, 5)) : acc(0);
     Pack<state_t, VEC> p = dp_ld_pack<VEC>(state, at), m = dp_ld_pack<VEC>(first, at), v;
     Pack<grad_t, VEC> g = dp_ld_pack<VEC>(grad, at);
     Pack<param_t, VEC> out;
@@ -18,7 +19,7 @@ DP_KERNEL(dp_update)(DP_OUT(state_t) state, DP_IN(grad_t) grad, DP_OUT(state_t) 
         double beta1 = dp_ld(scalars, 2), beta2 = dp_ld(scalars, 3);
         b1 = acc(beta1), c1 = acc(1.0 - beta1), b2 = acc(beta2), c2 = acc(1.0 - beta2), eps = acc(dp_ld(scalars, 4));
         step = acc(dp_ld(scalars, 1) / dp_ld(scalars, 8)), root = acc(1.0 / dp_ld(scalars, 9));
-        keep = COUPLED ? acc(1) : acc(1.0 - dp_ld(scalars, 1) * dp_ld(scalars, 5));
+        keep = COUPLED || !PULLED ? acc(1) : acc(1.0 - dp_ld(scalars, 1) * dp_ld(scalars, 5));
     } else {
         momentum = acc(dp_ld(scalars, 6));
     }

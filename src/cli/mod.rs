@@ -10,6 +10,7 @@ mod compare;
 mod compile;
 mod explain;
 mod inspect;
+mod kernels;
 mod model;
 mod output;
 mod profile;
@@ -46,6 +47,7 @@ enum Command {
     Compare(compare::Args),
     Profile(profile::Args),
     Cat(cat::Args),
+    Kernels(kernels::Args),
     Schema(schema::Args),
 }
 
@@ -99,6 +101,7 @@ pub fn main() -> ExitCode {
         Command::Compare(args) => compare::run(args),
         Command::Profile(args) => profile::run(args),
         Command::Cat(args) => cat::run(args),
+        Command::Kernels(args) => kernels::run(args),
         Command::Schema(args) => schema::run(args),
     };
     match outcome {

@@ -1,12 +1,14 @@
 //! Running programs. The runtime makes no decision that the program did not make.
 //!
 //! [`cpu`] runs every rank of a program as a thread of this process. A [`Session`] holds the ranks' memory from step to step:
-//! load parameters, run steps, read parameters and gradients back as logical tensors.
+//! load parameters, run steps, read parameters and gradients back as logical tensors. [`cuda`] runs the ranks on GPUs.
 
 pub mod batch;
 pub mod block;
 pub mod cpu;
+pub mod cuda;
 pub mod loss_scale;
+pub mod view;
 pub mod watch;
 
 pub use batch::{Batch, Rows};
@@ -128,6 +130,8 @@ pub enum RuntimeError {
     },
     #[error("no rank got further for {seconds} s: {}", describe(stalls))]
     Stalled { seconds: f64, stalls: Vec<Stall> },
+    #[error("rank {rank}, {source}")]
+    Device { rank: usize, source: cuda::driver::DriverError },
     #[error("the session ended with an earlier error")]
     Ended,
 }
@@ -146,6 +150,7 @@ impl RuntimeError {
             | RuntimeError::Thread { .. }
             | RuntimeError::Input { .. }
             | RuntimeError::Param { .. }
+            | RuntimeError::Device { .. }
             | RuntimeError::Ended => Vec::new(),
         }
     }

@@ -1,8 +1,9 @@
-//! `dplan run`: train a plan on CPU ranks.
+//! `dplan run`: train a plan on CPU ranks, or as one of its ranks on a GPU ([`cuda`]).
 //!
 //! A run is a [`Run`](train::Run) that goes through *attempts*: each has a session, begins at a position, and ends when all steps are done or a fault ends it. Between attempts the
 //! run goes back to the last checkpoint (or to its beginning), as often as the flags allow.
 
+mod cuda;
 mod faults;
 mod settings;
 mod train;
@@ -34,6 +35,9 @@ use xxhash_rust::xxh3::xxh3_64;
 )]
 pub struct Args {
     plan: PathBuf,
+    /// `cpu`: every rank is a thread. `cuda`: this process is one rank on one GPU, one of as many as torchrun, srun or mpirun start.
+    #[arg(long, default_value = "cpu")]
+    device: cuda::Device,
     /// Text (bytes are tokens), `.bin` of u16 or u32 tokens, Megatron `.bin` with its `.idx`, or JSON with `tokens[step][row][col]`; if absent, random tokens.
     #[arg(long, value_name = "FILE")]
     data: Option<PathBuf>,
@@ -190,6 +194,9 @@ pub fn run(args: Args) -> Result<Outcome> {
         eprintln!("no --data: training on random tokens");
     }
     let plan = xxh3_64(file.to_json().as_bytes());
+    if args.device == cuda::Device::Cuda {
+        return cuda::run(&args, &file, plan, feed, weights.as_ref(), seed);
+    }
     train::Run::new(args, file, plan, Arc::new(feed), weights, seed)?.train(found)
 }
 

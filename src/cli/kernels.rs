@@ -1,0 +1,144 @@
+//! `dplan kernels`: the generated kernels of a plan, as text and machine code, and what they use. Needs no GPU.
+//!
+//! Every instruction of every stage maps to kernels, to a copy or fill of the driver, or to a collective. Ranks of a stage differ in offsets only, so rank 0
+//! speaks for all; equal texts are one kernel. A row shows the kernel's largest launch: an op's arithmetic and traffic stand at the launch that has the most
+//! threads, and are 0 at its helpers.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use anyhow::{Context, anyhow};
+use dplan_ir::optimizer::DecayGroups;
+use dplan_kernels::cuda::Launch;
+use dplan_kernels::jit::{self, Arch, Cache, Found, Nvrtc};
+use serde_json::json;
+
+use super::output;
+use super::{Failure, Outcome, Result};
+use crate::planfile::PlanFile;
+use crate::runtime::cuda::load::load;
+
+/// Write the generated CUDA kernels of a plan: text, PTX, machine code, and a table of what they use. Needs NVRTC, no GPU.
+#[derive(clap::Args)]
+#[command(after_help = "Example:\n  pip install nvidia-cuda-nvrtc-cu12\n  dplan kernels plan.json --arch sm_90a -o kernels/")]
+pub struct Args {
+    plan: PathBuf,
+    /// `sm_80`, `sm_90a` or `sm_100`.
+    #[arg(long, default_value = "sm_90a", value_parser = arch)]
+    arch: Arch,
+    /// Folder for `NAME.cu`, `NAME.ptx` and `NAME.cubin`; nothing is written if absent.
+    #[arg(short, long, value_name = "DIR")]
+    output: Option<PathBuf>,
+    /// Print one JSON object a kernel.
+    #[arg(long)]
+    json: bool,
+}
+
+fn arch(name: &str) -> std::result::Result<Arch, String> {
+    Arch::from_name(name).ok_or_else(|| format!("expected one of {}", Arch::ALL.map(Arch::name).join(", ")))
+}
+
+/// A kernel and its largest launch.
+struct Row {
+    launch: Launch,
+    flops: u64,
+    bytes: u64,
+    /// Instructions that launch it.
+    uses: u64,
+}
+
+pub fn run(args: Args) -> Result<Outcome> {
+    let file = PlanFile::read(&args.plan)?;
+    let rows = rows(&file).map_err(|e| anyhow!("{}: {e}", args.plan.display()))?;
+    let nvrtc = Nvrtc::open().map_err(Failure::fault)?;
+    let cache = Cache::standard();
+    if let Some(folder) = &args.output {
+        std::fs::create_dir_all(folder).with_context(|| format!("{}: cannot create", folder.display()))?;
+    }
+    if !args.json {
+        output::say!(
+            "{:34} {:10} {:>5} {:>5} {:>7} {:>6} {:>5} {:>10} {:>10}  seconds",
+            "kernel",
+            "family",
+            "uses",
+            "regs",
+            "shared",
+            "spills",
+            "occup",
+            "FLOPs",
+            "bytes"
+        );
+    }
+    let (mut spilled, mut slowest) = (Vec::new(), 0.0f64);
+    for (name, row) in &rows {
+        let text = jit::text(&row.launch);
+        let begin = Instant::now();
+        let (made, found) = cache.compile(&nvrtc, &text, args.arch).map_err(Failure::fault)?;
+        let seconds = begin.elapsed().as_secs_f64();
+        let usage = made.usage(row.launch.entry).ok_or_else(|| Failure::fault(anyhow!("{name}: the assembler reported nothing:\n{}", made.log)))?;
+        let shared = usage.shared_bytes + u64::from(row.launch.shared);
+        let occupancy = jit::occupancy(args.arch, u64::from(row.launch.threads), usage.registers, shared);
+        if let Some(folder) = &args.output {
+            for (ending, bytes) in [("cu", text.as_bytes()), ("ptx", made.ptx.as_bytes()), ("cubin", &made.cubin)] {
+                output::write(&folder.join(format!("{name}.{ending}")), bytes)?;
+            }
+        }
+        if usage.spill_bytes > 0 {
+            spilled.push(name.clone());
+        }
+        slowest = slowest.max(seconds);
+        if args.json {
+            let line = json!({
+                "name": name, "family": row.launch.family.name(), "registers": usage.registers, "spill_bytes": usage.spill_bytes,
+                "shared_bytes": shared, "flops": row.flops, "bytes": row.bytes, "threads": row.launch.threads, "occupancy": occupancy,
+                "uses": row.uses, "compile_seconds": seconds, "cached": found == Found::Kept,
+            });
+            output::say!("{line}");
+        } else {
+            output::say!(
+                "{name:34} {:10} {:5} {:5} {shared:7} {:6} {occupancy:5.2} {:10.3e} {:10.3e}  {seconds:.3}{}",
+                row.launch.family.name(),
+                row.uses,
+                usage.registers,
+                usage.spill_bytes,
+                row.flops as f64,
+                row.bytes as f64,
+                if found == Found::Kept { " (cached)" } else { "" }
+            );
+        }
+    }
+    if !args.json {
+        let spills = if spilled.is_empty() { "no spills".into() } else { format!("spills in {}", spilled.join(", ")) };
+        let (major, minor) = nvrtc.version;
+        output::say!("{} kernels for {} by NVRTC {major}.{minor}, {spills}, slowest compiled in {slowest:.3} s", rows.len(), args.arch.name());
+    }
+    Ok(Outcome::Done)
+}
+
+/// The kernels of a plan by name.
+fn rows(file: &PlanFile) -> std::result::Result<BTreeMap<String, Row>, crate::runtime::RuntimeError> {
+    let mut rows: BTreeMap<String, Row> = BTreeMap::new();
+    for stage in 0..file.program.stages.len() {
+        let code = load(&file.graph, &file.program, stage, 0, DecayGroups::Matrices)?;
+        for routine in code.segments.iter().flatten().flat_map(|(_, a)| a.routines()) {
+            let threads = |l: &Launch| u64::from(l.grid) * u64::from(l.threads);
+            let main = routine.launches.iter().enumerate().max_by_key(|(at, l)| (threads(l), std::cmp::Reverse(*at))).map(|(at, _)| at);
+            for (at, launch) in routine.launches.iter().enumerate() {
+                let (flops, bytes) = if Some(at) == main { (routine.cost.flops, routine.cost.bytes) } else { (0, 0) };
+                let row = rows.entry(name(launch)).or_insert_with(|| Row { launch: launch.clone(), flops, bytes, uses: 0 });
+                row.uses += 1;
+                if (flops, bytes) > (row.flops, row.bytes) {
+                    (row.launch, row.flops, row.bytes) = (launch.clone(), flops, bytes);
+                }
+            }
+        }
+    }
+    Ok(rows)
+}
+
+/// The kernel's entry and eight digits of its text's hash.
+fn name(launch: &Launch) -> String {
+    let hash = launch.text.bytes().fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3));
+    format!("{}_{:08x}", launch.entry.trim_start_matches("dp_"), (hash ^ (hash >> 32)) as u32)
+}

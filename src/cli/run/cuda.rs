@@ -1,0 +1,120 @@
+//! `dplan run --device cuda`: this process is one rank, on one GPU.
+//!
+//! `torchrun`, `srun` or `mpirun` start as many processes as the plan has ranks; a plan of one rank needs nobody. Rank by rank the same flags are given. The first rank of the stage
+//! that makes the loss prints the steps.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{anyhow, ensure};
+use clap::ValueEnum;
+use dplan_ir::dtype::DType;
+use dplan_ir::entity::{ParamId, Table};
+use dplan_ir::optimizer::StepScalars;
+use dplan_ir::program::{Role, Scalar};
+use serde_json::json;
+
+use super::settings::hyper;
+use super::{Args, save_weights};
+use crate::cli::output::{self, gib, seconds};
+use crate::cli::{Failure, Outcome, Result};
+use crate::feed::{Batches, Feed};
+use crate::import::weights::Weights;
+use crate::planfile::PlanFile;
+use crate::runtime::cuda::gpu::{Gpu, cuda::Cuda, nccl::UniqueId, unique_id};
+use crate::runtime::cuda::session::Session;
+use crate::runtime::cuda::start::Seat;
+
+/// What ranks run on.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Device {
+    /// Threads of this process, one a rank.
+    Cpu,
+    /// This process is one rank, on one GPU.
+    Cuda,
+}
+
+/// Trains a verified plan. `plan`: its hash, the same on all ranks.
+pub fn run(args: &Args, file: &PlanFile, plan: u64, feed: Feed, weights: Option<&Weights>, seed: u64) -> Result<Outcome> {
+    check(args, file)?;
+    let timeout = Duration::from_secs_f64(args.timeout);
+    // Before anybody is waited for: whether there is a GPU at all.
+    Cuda::open().map_err(Failure::fault)?;
+    let ranks = file.program.ranks();
+    let seat = Seat::find(|name| std::env::var(name).ok(), ranks)?;
+    let mut gpu = Gpu::open(seat.local, timeout).map_err(Failure::fault)?;
+    if ranks > 1 {
+        let made = if seat.rank == 0 { unique_id().map_err(Failure::fault)? } else { UniqueId([0; 128]) };
+        let id = seat.share(plan, timeout, || made.0).map_err(Failure::fault)?;
+        gpu.join(UniqueId(id), seat.rank, ranks).map_err(Failure::fault)?;
+    }
+    let made = Session::new(file.graph.clone(), file.program.clone(), vec![(seat.rank, gpu)], args.decay.groups());
+    let mut session = made.map_err(Failure::fault)?;
+    match weights {
+        None => session.initialise(seed).map_err(Failure::fault)?,
+        Some(weights) => {
+            let read: std::result::Result<Vec<_>, _> = file.graph.params.ids().map(|p| weights.param::<f64>(&file.graph, p)).collect();
+            let mut params: Table<ParamId, Vec<f64>> = read?.into_iter().collect();
+            session.load(Role::Param, |p| std::mem::take(&mut params[p])).map_err(Failure::fault)?;
+        }
+    }
+    // The first rank of the stage that makes the loss.
+    let tells = file.program.stages.iter().position(|s| s.accumulates(Scalar::Loss).is_some()).map(|s| s as u64 * file.program.mesh.ranks());
+    let tells = tells == Some(seat.rank);
+    let tokens = (file.plan.batch() * file.seq) as f64;
+    let targets = feed.targets() as f64;
+    let mut batches = Batches::start(&Arc::new(feed), 0)?;
+    let mut took = 0.0;
+    for step in 0..args.steps {
+        let (_, batch) = batches.take().map_err(Failure::fault)?;
+        let scalars = StepScalars::new(hyper(args, file, step), step + 1, 1.0 / targets);
+        let result = session.step(&scalars, &batch).map_err(Failure::fault)?;
+        took += result.seconds;
+        if !tells {
+            continue;
+        }
+        let rate = tokens / result.seconds;
+        if args.json {
+            let (loss, norm) = (result.loss, result.grad_norm);
+            output::say!("{}", json!({ "step": step, "loss": loss, "grad_norm": norm, "seconds": result.seconds, "tokens_per_second": rate }));
+        } else {
+            let norm = result.grad_norm.map_or(String::new(), |n| format!("  grad norm {n:8.4}"));
+            output::say!("step {step:5}  loss {:.5}{norm}  {:>9}  {rate:.0} tokens/s", result.loss, seconds(result.seconds));
+        }
+    }
+    if let Some(path) = &args.save {
+        let role = if file.plan.compute == DType::Bf16 { Role::Master } else { Role::Param };
+        save(args, path, file, weights, session.gather(role).map_err(Failure::fault)?)?;
+    }
+    if tells && !args.json {
+        let arena = file.program.stages.iter().map(|s| s.arena_bytes).max().unwrap_or(0);
+        output::say!("{} steps on {ranks} GPUs in {}, arena {} a rank at most", args.steps, seconds(took), gib(arena));
+    }
+    Ok(Outcome::Done)
+}
+
+fn save(args: &Args, path: &Path, file: &PlanFile, weights: Option<&Weights>, params: Table<ParamId, Vec<f64>>) -> Result<()> {
+    Ok(save_weights(args, path, file, weights, &params)?)
+}
+
+/// What ranks on GPUs do not do.
+fn check(args: &Args, file: &PlanFile) -> anyhow::Result<()> {
+    let alone = file.program.ranks() == 1;
+    let refused = [
+        ("--checkpoint", args.checkpoint.is_some()),
+        ("--resume", args.resume.is_some()),
+        ("--check-replicas", args.check_replicas > 0),
+        ("--replay", args.replay > 0),
+        ("--rehearse", !args.rehearse.is_empty()),
+        ("--save-grads", args.save_grads.is_some()),
+    ];
+    for (flag, given) in refused {
+        ensure!(!given, "{flag}: not with --device cuda; CPU ranks have it");
+    }
+    ensure!(alone || args.save.is_none(), "--save: with --device cuda, only plans of one rank can save weights");
+    match file.plan.compute {
+        DType::F32 | DType::Bf16 => Ok(()),
+        other => Err(anyhow!("{other} plans are run by CPU ranks only; compile for --device cuda with --precision bf16 or f32")),
+    }
+}

@@ -1,0 +1,90 @@
+//! Functions of shared libraries, opened at run time.
+
+use std::path::PathBuf;
+
+use libloading::Library;
+
+use crate::runtime::cuda::driver::DriverError;
+
+/// Why there is no GPU to run on.
+#[derive(Debug, thiserror::Error)]
+pub enum AbsentError {
+    #[error("{what} was not found: {hint}; looked for {looked}")]
+    Library { what: &'static str, hint: &'static str, looked: String },
+    #[error("{path} has no function `{function}`: {what} is too old")]
+    Function { path: String, function: &'static str, what: &'static str },
+    #[error("no GPU: {0}")]
+    Device(String),
+    #[error(transparent)]
+    Call(#[from] DriverError),
+    #[error(transparent)]
+    Nvrtc(#[from] dplan_kernels::jit::JitError),
+}
+
+/// A library and where it was found.
+pub struct Opened {
+    library: Library,
+    path: PathBuf,
+    what: &'static str,
+}
+
+impl Opened {
+    /// Opens the first of `places` that there is.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub fn first(what: &'static str, hint: &'static str, places: &[PathBuf]) -> Result<Opened, AbsentError> {
+        for path in places {
+            // SAFETY: loading CUDA's libraries runs their own initialisers.
+            if let Ok(library) = unsafe { Library::new(path) } {
+                return Ok(Opened { library, path: path.clone(), what });
+            }
+        }
+        let looked = places.iter().map(|p| p.display().to_string()).collect::<Vec<_>>().join(", ");
+        Err(AbsentError::Library { what, hint, looked })
+    }
+    /// A function of the library, which must outlive it.
+    ///
+    /// # Errors
+    /// If the library does not have it.
+    ///
+    /// # Safety
+    /// `T` is the function's type.
+    pub unsafe fn function<T: Copy>(&self, name: &'static str) -> Result<T, AbsentError> {
+        // SAFETY: by the caller's promise.
+        let found = unsafe { self.library.get::<T>(name.as_bytes()) };
+        found.map(|f| *f).map_err(|_| AbsentError::Function { path: self.path.display().to_string(), function: name, what: self.what })
+    }
+}
+
+/// Where a library may be: the variable `named` alone if it is set; else what the loader finds, the folders of CUDA, and those of Python's packages.
+pub fn places(named: &str, names: &[&str]) -> Vec<PathBuf> {
+    if let Some(path) = std::env::var_os(named) {
+        return vec![path.into()];
+    }
+    let mut places: Vec<PathBuf> = names.iter().map(PathBuf::from).collect();
+    let roots = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(std::env::var_os).map(PathBuf::from).chain([PathBuf::from("/usr/local/cuda")]);
+    places.extend(roots.flat_map(|root| names.iter().map(move |n| root.join("lib64").join(n)).collect::<Vec<_>>()));
+    places
+}
+
+/// The functions of a library as a struct: name of the field, name in the library, arguments.
+macro_rules! functions {
+    ($(#[$doc:meta])* $table:ident { $($field:ident = $name:literal($($arg:ty),*)),* $(,)? }) => {
+        $(#[$doc])*
+        pub struct $table {
+            $(pub $field: unsafe extern "C" fn($($arg),*) -> std::ffi::c_int,)*
+            /// Keeps the functions in memory.
+            _library: $crate::runtime::cuda::gpu::library::Opened,
+        }
+        impl $table {
+            pub fn of(library: $crate::runtime::cuda::gpu::library::Opened) -> Result<$table, $crate::runtime::cuda::gpu::library::AbsentError> {
+                // SAFETY: the types are those of the library's header, and the table keeps the library.
+                unsafe {
+                    Ok($table { $($field: library.function($name)?,)* _library: library })
+                }
+            }
+        }
+    };
+}
+pub(super) use functions;

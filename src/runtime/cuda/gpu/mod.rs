@@ -1,0 +1,394 @@
+//! A GPU of this machine, through CUDA's driver, NVRTC and NCCL, all opened at run time.
+//!
+//! One process has one GPU and one thread that calls. Sizes, orders and names of calls are decided above ([`super::rank`]); here they become C. A step's end is polled, with
+//! the state of every communicator, so that a peer's failure or a hang ends the wait. Communicators are aborted then, never waited for.
+
+pub mod cuda;
+pub mod library;
+pub mod nccl;
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_int, c_void};
+use std::ptr::null_mut;
+use std::time::{Duration, Instant};
+
+use dplan_kernels::cuda::Launch;
+use dplan_kernels::jit::{self, Arch, Cache, Nvrtc};
+
+use self::cuda::{Copy2D, Cuda, Handle};
+use self::library::AbsentError;
+use self::nccl::{Config, Nccl, UniqueId};
+use super::driver::{Address, Communicator, Driver, DriverError, Event, Exchange, Kernel, Pinned, Queue, Rows, Value};
+use super::load::Primitive;
+
+/// A GPU, as one rank's device.
+pub struct Gpu {
+    cuda: Cuda,
+    nvrtc: Nvrtc,
+    cache: Cache,
+    arch: Arch,
+    device: c_int,
+    timeout: Duration,
+    streams: Vec<Handle>,
+    pinned: HashMap<u64, (*mut u8, usize)>,
+    /// Module and function of each kernel.
+    kernels: Vec<(Handle, Handle)>,
+    world: Option<World>,
+}
+
+/// NCCL and the communicator of all ranks.
+struct World {
+    nccl: Nccl,
+    all: Handle,
+    parts: Vec<Handle>,
+}
+
+/// Makes the id that all ranks of a job share.
+///
+/// # Errors
+/// If there is no NCCL, or it cannot.
+pub fn unique_id() -> Result<UniqueId, AbsentError> {
+    let nccl = Nccl::open()?;
+    let mut id = UniqueId([0; 128]);
+    // SAFETY: an id to write to.
+    nccl.check("ncclGetUniqueId", unsafe { (nccl.unique_id)(&raw mut id) })?;
+    Ok(id)
+}
+
+impl Gpu {
+    /// Opens the libraries and the GPU with this number.
+    ///
+    /// # Errors
+    /// What is absent.
+    pub fn open(number: u64, timeout: Duration) -> Result<Gpu, AbsentError> {
+        let cuda = Cuda::open()?;
+        let (mut count, mut device, mut major, mut minor) = (0, 0, 0, 0);
+        let number = c_int::try_from(number).map_err(|_| AbsentError::Device(format!("no number {number}")))?;
+        // SAFETY: integers to write to; the context is retained before it is made current.
+        unsafe {
+            cuda.check("cuInit", (cuda.init)(0))?;
+            cuda.check("cuDeviceGetCount", (cuda.device_get_count)(&raw mut count))?;
+            if number >= count {
+                return Err(AbsentError::Device(format!("rank wants GPU {number} of this machine, which has {count}")));
+            }
+            cuda.check("cuDeviceGet", (cuda.device_get)(&raw mut device, number))?;
+            cuda.check("cuDeviceGetAttribute", (cuda.device_get_attribute)(&raw mut major, cuda::COMPUTE_CAPABILITY_MAJOR, device))?;
+            cuda.check("cuDeviceGetAttribute", (cuda.device_get_attribute)(&raw mut minor, cuda::COMPUTE_CAPABILITY_MINOR, device))?;
+        }
+        let arch = Arch::of_device(major, minor).ok_or_else(|| {
+            AbsentError::Device(format!("GPU {number} has compute capability {major}.{minor}; kernels are made for 8.x, 9.0 and 10.x"))
+        })?;
+        let nvrtc = Nvrtc::open()?;
+        let mut context = null_mut();
+        // SAFETY: as above.
+        unsafe {
+            cuda.check("cuDevicePrimaryCtxRetain", (cuda.context_retain)(&raw mut context, device))?;
+            cuda.check("cuCtxSetCurrent", (cuda.context_set)(context))?;
+        }
+        let cache = Cache::standard();
+        Ok(Gpu { cuda, nvrtc, cache, arch, device, timeout, streams: Vec::new(), pinned: HashMap::new(), kernels: Vec::new(), world: None })
+    }
+
+    /// Meets all ranks of the job.
+    ///
+    /// # Errors
+    /// If NCCL is absent, or the others do not come.
+    pub fn join(&mut self, id: UniqueId, rank: u64, ranks: u64) -> Result<(), AbsentError> {
+        let nccl = Nccl::open()?;
+        let (mut all, config) = (null_mut(), Config::NON_BLOCKING);
+        // SAFETY: a handle to write to, and a configuration that outlives the call.
+        let status = unsafe { (nccl.init)(&raw mut all, ranks as c_int, id, rank as c_int, &raw const config) };
+        nccl.check("ncclCommInitRankConfig", status)?;
+        let world = World { nccl, all, parts: Vec::new() };
+        world.settle("ncclCommInitRankConfig", all, self.timeout)?;
+        self.world = Some(world);
+        Ok(())
+    }
+
+    fn ask(&self, call: &'static str, status: c_int) -> Result<(), DriverError> {
+        self.cuda.check(call, status)
+    }
+    fn stream(&self, stream: Queue) -> Handle {
+        stream.0 as Handle
+    }
+    fn world(&self, call: &'static str) -> Result<&World, DriverError> {
+        self.world.as_ref().ok_or_else(|| DriverError { call, why: "this rank has met no others".into() })
+    }
+    fn host(&self, memory: Pinned, offset: u64) -> *mut c_void {
+        // The address is the handle.
+        (memory.0 + offset) as *mut c_void
+    }
+}
+
+impl World {
+    /// Waits until what a communicator was last asked has begun.
+    fn settle(&self, call: &'static str, communicator: Handle, timeout: Duration) -> Result<(), DriverError> {
+        let begin = Instant::now();
+        loop {
+            let mut state = 0;
+            // SAFETY: an integer to write to.
+            self.nccl.check("ncclCommGetAsyncError", unsafe { (self.nccl.async_error)(communicator, &raw mut state) })?;
+            self.nccl.check(call, state)?;
+            if state == 0 {
+                return Ok(());
+            }
+            if begin.elapsed() > timeout {
+                return Err(DriverError { call, why: format!("peers did not come within {} s", timeout.as_secs()) });
+            }
+            std::thread::yield_now();
+        }
+    }
+}
+
+impl Driver for Gpu {
+    fn allocate(&mut self, bytes: u64) -> Result<Address, DriverError> {
+        let mut at = 0;
+        // SAFETY: an address to write to.
+        self.ask("cuMemAlloc", unsafe { (self.cuda.alloc)(&raw mut at, bytes as usize) })?;
+        Ok(Address(at))
+    }
+    fn free(&mut self, at: Address) -> Result<(), DriverError> {
+        // SAFETY: `at` was allocated and is freed once.
+        self.ask("cuMemFree", unsafe { (self.cuda.free)(at.0) })
+    }
+    fn pin(&mut self, bytes: u64) -> Result<Pinned, DriverError> {
+        let mut at = null_mut();
+        // SAFETY: an address to write to.
+        self.ask("cuMemHostAlloc", unsafe { (self.cuda.host_alloc)(&raw mut at, bytes as usize, 0) })?;
+        // SAFETY: just allocated; zero bytes are as good as any.
+        unsafe { std::ptr::write_bytes(at.cast::<u8>(), 0, bytes as usize) };
+        self.pinned.insert(at as u64, (at.cast(), bytes as usize));
+        Ok(Pinned(at as u64))
+    }
+    fn unpin(&mut self, memory: Pinned) -> Result<(), DriverError> {
+        self.pinned.remove(&memory.0);
+        // SAFETY: allocated by `pin` and freed once.
+        self.ask("cuMemFreeHost", unsafe { (self.cuda.host_free)(self.host(memory, 0)) })
+    }
+    fn pinned(&mut self, memory: Pinned) -> &mut [u8] {
+        match self.pinned.get(&memory.0) {
+            // SAFETY: as long as it was allocated, and nothing queued touches it, by the caller's promise.
+            Some(&(at, bytes)) => unsafe { std::slice::from_raw_parts_mut(at, bytes) },
+            None => &mut [],
+        }
+    }
+
+    fn create_stream(&mut self) -> Result<Queue, DriverError> {
+        let mut stream = null_mut();
+        // SAFETY: a handle to write to.
+        self.ask("cuStreamCreate", unsafe { (self.cuda.stream_create)(&raw mut stream, cuda::NON_BLOCKING) })?;
+        self.streams.push(stream);
+        Ok(Queue(stream as u64))
+    }
+    fn destroy_stream(&mut self, stream: Queue) -> Result<(), DriverError> {
+        self.streams.retain(|s| *s as u64 != stream.0);
+        // SAFETY: created and destroyed once.
+        self.ask("cuStreamDestroy", unsafe { (self.cuda.stream_destroy)(self.stream(stream)) })
+    }
+    fn create_event(&mut self) -> Result<Event, DriverError> {
+        let mut event = null_mut();
+        // SAFETY: a handle to write to.
+        self.ask("cuEventCreate", unsafe { (self.cuda.event_create)(&raw mut event, cuda::DISABLE_TIMING) })?;
+        Ok(Event(event as u64))
+    }
+    fn destroy_event(&mut self, event: Event) -> Result<(), DriverError> {
+        // SAFETY: created and destroyed once.
+        self.ask("cuEventDestroy", unsafe { (self.cuda.event_destroy)(event.0 as Handle) })
+    }
+    fn record(&mut self, event: Event, stream: Queue) -> Result<(), DriverError> {
+        // SAFETY: live handles.
+        self.ask("cuEventRecord", unsafe { (self.cuda.event_record)(event.0 as Handle, self.stream(stream)) })
+    }
+    fn wait(&mut self, stream: Queue, event: Event) -> Result<(), DriverError> {
+        // SAFETY: live handles.
+        self.ask("cuStreamWaitEvent", unsafe { (self.cuda.stream_wait)(self.stream(stream), event.0 as Handle, 0) })
+    }
+
+    fn load(&mut self, launch: &Launch) -> Result<Kernel, DriverError> {
+        let failed = |why: String| DriverError { call: "nvrtcCompileProgram", why };
+        let (made, _) = self.cache.compile(&self.nvrtc, &jit::text(launch), self.arch).map_err(|e| failed(e.to_string()))?;
+        let entry = CString::new(launch.entry).map_err(|e| failed(e.to_string()))?;
+        let (mut module, mut function) = (null_mut(), null_mut());
+        // SAFETY: handles to write to; the image and the name outlive the calls.
+        unsafe {
+            self.ask("cuModuleLoadData", (self.cuda.module_load)(&raw mut module, made.cubin.as_ptr().cast()))?;
+            self.kernels.push((module, null_mut()));
+            self.ask("cuModuleGetFunction", (self.cuda.module_function)(&raw mut function, module, entry.as_ptr()))?;
+            let most = self.arch.limits().block_shared as c_int;
+            if launch.shared > 48 * 1024 {
+                self.ask("cuFuncSetAttribute", (self.cuda.function_set)(function, cuda::MAX_DYNAMIC_SHARED, most))?;
+            }
+        }
+        let number = self.kernels.len() - 1;
+        self.kernels[number].1 = function;
+        Ok(Kernel(number as u64))
+    }
+    fn unload(&mut self, kernel: Kernel) -> Result<(), DriverError> {
+        let module = std::mem::replace(&mut self.kernels[kernel.0 as usize], (null_mut(), null_mut())).0;
+        // SAFETY: loaded and unloaded once.
+        self.ask("cuModuleUnload", unsafe { (self.cuda.module_unload)(module) })
+    }
+    fn launch(&mut self, kernel: Kernel, launch: &Launch, args: &[Value], stream: Queue) -> Result<(), DriverError> {
+        // Pointers and integers of kernels have eight bytes each.
+        let mut values: Vec<u64> = args
+            .iter()
+            .map(|a| match *a {
+                Value::Memory { at, .. } => at.0,
+                Value::Int(i) => i as u64,
+            })
+            .collect();
+        let mut pointers: Vec<*mut c_void> = values.iter_mut().map(|v| std::ptr::from_mut(v).cast()).collect();
+        let function = self.kernels[kernel.0 as usize].1;
+        // SAFETY: the kernel takes as many arguments as its launch lists; they are copied before the call returns.
+        let status = unsafe {
+            (self.cuda.launch)(
+                function,
+                launch.grid,
+                1,
+                1,
+                launch.threads,
+                1,
+                1,
+                launch.shared,
+                self.stream(stream),
+                pointers.as_mut_ptr(),
+                null_mut(),
+            )
+        };
+        self.ask("cuLaunchKernel", status).map_err(|e| DriverError { why: format!("{} ({})", e.why, launch.entry), ..e })
+    }
+
+    fn copy_in(&mut self, to: Address, from: Pinned, offset: u64, bytes: u64, stream: Queue) -> Result<(), DriverError> {
+        // SAFETY: both ranges are allocated.
+        self.ask("cuMemcpyHtoDAsync", unsafe { (self.cuda.copy_in)(to.0, self.host(from, offset), bytes as usize, self.stream(stream)) })
+    }
+    fn copy_out(&mut self, to: Pinned, offset: u64, from: Address, bytes: u64, stream: Queue) -> Result<(), DriverError> {
+        // SAFETY: both ranges are allocated.
+        self.ask("cuMemcpyDtoHAsync", unsafe { (self.cuda.copy_out)(self.host(to, offset), from.0, bytes as usize, self.stream(stream)) })
+    }
+    fn copy_rows(&mut self, rows: Rows, stream: Queue) -> Result<(), DriverError> {
+        let what = Copy2D::on_device(rows);
+        // SAFETY: both ranges are allocated; the description is read before the call returns.
+        self.ask("cuMemcpy2DAsync", unsafe { (self.cuda.copy_rows)(&raw const what, self.stream(stream)) })
+    }
+    fn zero(&mut self, at: Address, bytes: u64, stream: Queue) -> Result<(), DriverError> {
+        // SAFETY: the range is allocated.
+        self.ask("cuMemsetD8Async", unsafe { (self.cuda.fill)(at.0, 0, bytes as usize, self.stream(stream)) })
+    }
+
+    fn split(&mut self, _family: u64, members: Option<&[u64]>) -> Result<Option<Communicator>, DriverError> {
+        let call = "ncclCommSplit";
+        let timeout = self.timeout;
+        let world = self.world(call)?;
+        // The first member is in no other group of the family, and says which group this is; order is that of ranks' positions in it.
+        let color = members.map_or(nccl::NO_COLOR, |m| m[0] as c_int);
+        let mut part = null_mut();
+        // SAFETY: a handle to write to; the parent's configuration is inherited.
+        let status = unsafe { (world.nccl.split)(world.all, color, 0, &raw mut part, std::ptr::null()) };
+        world.nccl.check(call, status)?;
+        world.settle(call, world.all, timeout)?;
+        if members.is_none() {
+            return Ok(None);
+        }
+        world.settle(call, part, timeout)?;
+        if let Some(world) = &mut self.world {
+            world.parts.push(part);
+        }
+        Ok(Some(Communicator(part as u64)))
+    }
+    fn leave(&mut self, communicator: Communicator) -> Result<(), DriverError> {
+        let timeout = self.timeout;
+        let world = self.world("ncclCommDestroy")?;
+        let part = communicator.0 as Handle;
+        // SAFETY: a live communicator, given back once.
+        unsafe {
+            world.nccl.check("ncclCommFinalize", (world.nccl.finalize)(part))?;
+            world.settle("ncclCommFinalize", part, timeout)?;
+            world.nccl.check("ncclCommDestroy", (world.nccl.destroy)(part))?;
+        }
+        if let Some(world) = &mut self.world {
+            world.parts.retain(|p| *p != part);
+        }
+        Ok(())
+    }
+    fn abort(&mut self, communicator: Communicator) -> Result<(), DriverError> {
+        let world = self.world("ncclCommAbort")?;
+        let part = communicator.0 as Handle;
+        // SAFETY: as above.
+        let status = unsafe { (world.nccl.abort)(part) };
+        if let Some(world) = &mut self.world {
+            world.parts.retain(|p| *p != part);
+        }
+        self.world("ncclCommAbort")?.nccl.check("ncclCommAbort", status)
+    }
+    fn exchange(&mut self, communicator: Communicator, what: Exchange, stream: Queue) -> Result<(), DriverError> {
+        let world = self.world("ncclAllReduce")?;
+        let (from, to) = (what.from.0 as *const c_void, what.to.0 as *mut c_void);
+        let (n, dtype, c, s) = (what.elems as usize, nccl::type_of(what.dtype), communicator.0 as Handle, self.stream(stream));
+        // SAFETY: the ranges are allocated and as long as the primitive takes.
+        let (call, status) = unsafe {
+            match what.primitive {
+                Primitive::AllReduce(r) => ("ncclAllReduce", (world.nccl.all_reduce)(from, to, n, dtype, nccl::operation(r), c, s)),
+                Primitive::ReduceScatter(r) => ("ncclReduceScatter", (world.nccl.reduce_scatter)(from, to, n, dtype, nccl::operation(r), c, s)),
+                Primitive::AllGather => ("ncclAllGather", (world.nccl.all_gather)(from, to, n, dtype, c, s)),
+            }
+        };
+        world.nccl.check(call, status)?;
+        world.settle(call, c, self.timeout)
+    }
+    fn send(&mut self, communicator: Communicator, peer: u64, from: Address, bytes: u64, stream: Queue) -> Result<(), DriverError> {
+        let (world, c) = (self.world("ncclSend")?, communicator.0 as Handle);
+        // SAFETY: the range is allocated.
+        let status = unsafe { (world.nccl.send)(from.0 as *const c_void, bytes as usize, nccl::BYTES, peer as c_int, c, self.stream(stream)) };
+        world.nccl.check("ncclSend", status)?;
+        world.settle("ncclSend", c, self.timeout)
+    }
+    fn receive(&mut self, communicator: Communicator, peer: u64, to: Address, bytes: u64, stream: Queue) -> Result<(), DriverError> {
+        let (world, c) = (self.world("ncclRecv")?, communicator.0 as Handle);
+        // SAFETY: the range is allocated.
+        let status = unsafe { (world.nccl.receive)(to.0 as *mut c_void, bytes as usize, nccl::BYTES, peer as c_int, c, self.stream(stream)) };
+        world.nccl.check("ncclRecv", status)?;
+        world.settle("ncclRecv", c, self.timeout)
+    }
+
+    fn synchronise(&mut self) -> Result<(), DriverError> {
+        let begin = Instant::now();
+        for &stream in &self.streams {
+            loop {
+                // SAFETY: a live stream.
+                let status = unsafe { (self.cuda.stream_query)(stream) };
+                if status == 0 {
+                    break;
+                }
+                if status != cuda::NOT_READY {
+                    self.ask("cuStreamQuery", status)?;
+                }
+                if let Some(world) = &self.world {
+                    for &part in &world.parts {
+                        let mut state = 0;
+                        // SAFETY: an integer to write to.
+                        world.nccl.check("ncclCommGetAsyncError", unsafe { (world.nccl.async_error)(part, &raw mut state) })?;
+                        world.nccl.check("a collective", state)?;
+                    }
+                }
+                if begin.elapsed() > self.timeout {
+                    return Err(DriverError { call: "cuStreamQuery", why: format!("the step did not end within {} s", self.timeout.as_secs()) });
+                }
+                std::thread::yield_now();
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        // SAFETY: everything made from them was given back; the process's end takes what is left.
+        unsafe {
+            if let Some(world) = &self.world {
+                (world.nccl.abort)(world.all);
+            }
+            (self.cuda.context_release)(self.device);
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! The functions of NCCL that are called, and their numbers. Communicators do not block, so that a rank whose peer is gone can end.
+
+use std::ffi::{c_char, c_int, c_uint, c_void};
+
+use dplan_ir::dtype::DType;
+
+use super::cuda::Handle;
+use super::library::{AbsentError, Opened, functions, places};
+use crate::runtime::cuda::driver::DriverError;
+use crate::runtime::cuda::load::Reduction;
+
+/// What all ranks of a job must share to find each other.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct UniqueId(pub [u8; 128]);
+
+/// `ncclConfig_t` as of 2.14: later versions read its size and version, and take what it lacks as undefined.
+#[repr(C)]
+pub struct Config {
+    size: usize,
+    magic: c_uint,
+    version: c_uint,
+    blocking: c_int,
+}
+
+impl Config {
+    pub const NON_BLOCKING: Config = Config { size: size_of::<Config>(), magic: 0xcafe_beef, version: 21_400, blocking: 0 };
+}
+
+pub const IN_PROGRESS: c_int = 7;
+pub const NO_COLOR: c_int = -1;
+
+functions! {
+    /// NCCL.
+    Nccl {
+        unique_id = "ncclGetUniqueId"(*mut UniqueId),
+        init = "ncclCommInitRankConfig"(*mut Handle, c_int, UniqueId, c_int, *const Config),
+        split = "ncclCommSplit"(Handle, c_int, c_int, *mut Handle, *const Config),
+        async_error = "ncclCommGetAsyncError"(Handle, *mut c_int),
+        finalize = "ncclCommFinalize"(Handle),
+        destroy = "ncclCommDestroy"(Handle),
+        abort = "ncclCommAbort"(Handle),
+        all_reduce = "ncclAllReduce"(*const c_void, *mut c_void, usize, c_int, c_int, Handle, Handle),
+        reduce_scatter = "ncclReduceScatter"(*const c_void, *mut c_void, usize, c_int, c_int, Handle, Handle),
+        all_gather = "ncclAllGather"(*const c_void, *mut c_void, usize, c_int, Handle, Handle),
+        send = "ncclSend"(*const c_void, usize, c_int, c_int, Handle, Handle),
+        receive = "ncclRecv"(*mut c_void, usize, c_int, c_int, Handle, Handle),
+    }
+}
+
+/// `ncclInt8`: bytes.
+pub const BYTES: c_int = 0;
+
+pub fn type_of(dtype: DType) -> c_int {
+    match dtype {
+        DType::I32 => 2,
+        DType::F16 => 6,
+        DType::F32 => 7,
+        DType::F64 => 8,
+        DType::Bf16 => 9,
+    }
+}
+
+pub fn operation(reduction: Reduction) -> c_int {
+    match reduction {
+        Reduction::Sum => 0,
+        Reduction::Max => 2,
+    }
+}
+
+impl Nccl {
+    /// # Errors
+    /// If it is not installed.
+    pub fn open() -> Result<Nccl, AbsentError> {
+        let hint = "plans for several GPUs need it (`pip install nvidia-nccl-cu12`, or DPLAN_NCCL, the path of libnccl.so.2)";
+        Nccl::of(Opened::first("NCCL", hint, &places("DPLAN_NCCL", &["libnccl.so.2", "libnccl.so"]))?)
+    }
+    /// # Errors
+    /// If the status is one; work that goes on is none.
+    pub fn check(&self, call: &'static str, status: c_int) -> Result<(), DriverError> {
+        if status == 0 || status == IN_PROGRESS { Ok(()) } else { Err(DriverError { call, why: name(status) }) }
+    }
+}
+
+/// `ncclResult_t`.
+fn name(status: c_int) -> String {
+    let known = [
+        "ncclSuccess",
+        "ncclUnhandledCudaError",
+        "ncclSystemError",
+        "ncclInternalError",
+        "ncclInvalidArgument",
+        "ncclInvalidUsage",
+        "ncclRemoteError",
+    ];
+    usize::try_from(status).ok().and_then(|s| known.get(s)).map_or_else(|| format!("error {status}"), |n| (*n).to_string())
+}
+
+/// `c_char` is signed on some machines; the id is bytes on all.
+const _: () = assert!(size_of::<UniqueId>() == 128 * size_of::<c_char>());

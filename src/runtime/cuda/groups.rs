@@ -1,0 +1,78 @@
+//! Which communicators a program needs, and in which order all ranks make them.
+//!
+//! A *family* parts ranks into disjoint groups: one set of axes on every stage, one set of axes over several stages, or the pairs of two stages for one channel. All ranks make
+//! families in one order, that of first use, stage by stage; so each rank's order is a part of one order of all, and no rank waits for another that waits for it.
+
+use dplan_ir::mesh::AxisSet;
+use dplan_ir::program::{Channel, Instr, Program};
+
+/// Ranks that meet in the same way.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Family {
+    /// Ranks of one stage that differ on these axes.
+    Axes(AxisSet),
+    /// The same, on all of these stages.
+    Stages(AxisSet, Vec<u32>),
+    /// Messages from one stage to another: sender, then receiver.
+    Pair { from: u32, to: u32, channel: Channel },
+}
+
+impl Family {
+    /// The group of a rank, in group order; `None` if it has none.
+    pub fn members(&self, program: &Program, rank: u64) -> Option<Vec<u64>> {
+        let ranks = program.mesh.ranks();
+        let (stage, local) = (rank / ranks, rank % ranks);
+        let over = |axes: AxisSet, stages: &[u32]| -> Vec<u64> {
+            let locals = program.mesh.group(local, axes);
+            stages.iter().flat_map(|&s| locals.iter().map(move |&r| u64::from(s) * ranks + r)).collect()
+        };
+        let here = |stages: &[u32]| stages.iter().any(|&s| u64::from(s) == stage);
+        match self {
+            Family::Axes(axes) => Some(over(*axes, &[stage as u32])),
+            Family::Stages(axes, stages) => here(stages).then(|| over(*axes, stages)),
+            Family::Pair { from, to, channel: _ } => here(&[*from, *to]).then(|| [*from, *to].map(|s| u64::from(s) * ranks + local).to_vec()),
+        }
+    }
+}
+
+impl Family {
+    /// The channel of messages; none for collectives.
+    pub fn channel(&self) -> Option<Channel> {
+        match self {
+            Family::Axes(_) | Family::Stages(..) => None,
+            Family::Pair { channel, .. } => Some(*channel),
+        }
+    }
+}
+
+/// The families of a program, in the order in which every rank makes them.
+pub fn families(program: &Program) -> Vec<Family> {
+    let mut families: Vec<Family> = Vec::new();
+    for (stage, of_stage) in program.stages.iter().enumerate() {
+        for issue in of_stage.segments.values().flat_map(|s| &s.body) {
+            let family = match &issue.instr {
+                Instr::Collective { axes, stages, .. } => match &stages[..] {
+                    [] => Family::Axes(*axes),
+                    [one] if *one as usize == stage => Family::Axes(*axes),
+                    _ => Family::Stages(*axes, stages.clone()),
+                },
+                Instr::Send { to, channel, .. } => Family::Pair { from: stage as u32, to: *to, channel: *channel },
+                Instr::Recv { from, channel, .. } => Family::Pair { from: *from, to: stage as u32, channel: *channel },
+                Instr::Run { .. }
+                | Instr::Input { .. }
+                | Instr::Slice { .. }
+                | Instr::Zero { .. }
+                | Instr::AddInto { .. }
+                | Instr::SquareSum { .. }
+                | Instr::ClipScale { .. }
+                | Instr::Update { .. }
+                | Instr::Record(_)
+                | Instr::Wait(_) => continue,
+            };
+            if !families.contains(&family) {
+                families.push(family);
+            }
+        }
+    }
+    families
+}

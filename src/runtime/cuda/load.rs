@@ -1,0 +1,328 @@
+//! From a program to the actions of one rank.
+//!
+//! NCCL reduces sums and maxima of contiguous ranges and knows only whole ranges of equal parts. So
+//! - a scatter or gather of an inner dim is packed into blocks of ranks (or unpacked from them) by a kernel, in working memory;
+//! - a log-sum-exp is gathered, then merged by a kernel in group order.
+
+use dplan_ir::entity::{BufferId, EventId, ParamId, SegmentId, Table};
+use dplan_ir::graph::Graph;
+use dplan_ir::optimizer::{DecayGroups, decays};
+use dplan_ir::program::{Channel, Content, Instr, Pattern, Program, Stream};
+use dplan_ir::sharding::Monoid;
+use dplan_kernels::cuda::flat::{self, Way};
+use dplan_kernels::cuda::{Alignment, Descriptor, Routine, prepare};
+
+use crate::runtime::RuntimeError;
+use crate::runtime::block::Block;
+use crate::runtime::view::{Place, View};
+
+/// An instruction made ready for one rank.
+#[derive(Clone, PartialEq, Debug)]
+pub enum Action {
+    /// Kernels, in order; their operands and results.
+    Run {
+        routine: Routine,
+        ins: Vec<Place>,
+        outs: Vec<Place>,
+    },
+    /// The block of a graph input, from the host; micro-batches are `step` elements apart.
+    Input {
+        dst: Place,
+        input: usize,
+        block: Block,
+        step: u64,
+    },
+    /// `dst[outer, len] = src[outer, start..start + len]` of rows of `row` bytes.
+    Slice {
+        src: Place,
+        dst: Place,
+        row: u64,
+        start: u64,
+        len: u64,
+    },
+    Collective(Collective),
+    Send(Transfer),
+    Recv(Transfer),
+    Zero {
+        dst: Place,
+    },
+    Record(EventId),
+    Wait(EventId),
+    /// Another rank's business.
+    Nothing,
+}
+
+/// One side of a message between stages.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Transfer {
+    /// The sender, then the receiver.
+    pub members: Vec<u64>,
+    pub channel: Channel,
+    /// The other's position among them.
+    pub peer: u64,
+    pub place: Place,
+}
+
+/// What NCCL is asked for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Reduction {
+    Sum,
+    Max,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Primitive {
+    AllReduce(Reduction),
+    /// Every rank sends `elems` × ranks and receives `elems`.
+    ReduceScatter(Reduction),
+    /// Every rank sends `elems` and receives `elems` × ranks.
+    AllGather,
+}
+
+#[derive(Clone, PartialEq, Debug)]
+pub struct Collective {
+    /// Ranks of the whole program, in group order.
+    pub members: Vec<u64>,
+    pub primitive: Primitive,
+    /// As the primitive counts them.
+    pub elems: u64,
+    pub src: Place,
+    pub dst: Place,
+    /// From `src` into working memory, which the primitive then reads.
+    pub before: Option<Routine>,
+    /// From working memory, which the primitive writes, into `dst`.
+    pub after: Option<Routine>,
+    /// Bytes of working memory that it needs besides that of its kernels.
+    pub staging: u64,
+}
+
+/// The actions of one rank, segment by segment, each with its stream.
+pub struct Code {
+    pub rank: u64,
+    pub stage: usize,
+    pub local_rank: u64,
+    pub segments: Vec<Vec<(Stream, Action)>>,
+    /// Working memory that the actions of each stream need at most, bytes.
+    pub working: [u64; Stream::ALL.len()],
+}
+
+/// Makes the program of one rank ready. `decay`: which parameters weight decay pulls.
+///
+/// # Errors
+/// What in the program no kernel and no collective does.
+pub fn load(graph: &Graph, program: &Program, stage: usize, local_rank: u64, decay: DecayGroups) -> Result<Code, RuntimeError> {
+    let of = Of { view: View { graph, program, stage, local_rank }, decays: decays(graph, decay) };
+    let rank = stage as u64 * program.mesh.ranks() + local_rank;
+    let mut code = Code { rank, stage, local_rank, segments: Vec::new(), working: [0; Stream::ALL.len()] };
+    for (id, segment) in program.stages[stage].segments.iter() {
+        let mut actions = Vec::with_capacity(segment.body.len());
+        for (at, issue) in segment.body.iter().enumerate() {
+            let failed = |why| RuntimeError::Program { stage: stage as u32, at: place_of(program, stage, id, at), why };
+            let action = action(&of, &issue.instr).map_err(failed)?;
+            let working = &mut code.working[issue.stream as usize];
+            *working = (*working).max(action.working_bytes());
+            actions.push((issue.stream, action));
+        }
+        code.segments.push(actions);
+    }
+    Ok(code)
+}
+
+/// Whose actions are made, and which parameters weight decay pulls.
+struct Of<'a> {
+    view: View<'a>,
+    decays: Table<ParamId, bool>,
+}
+
+fn place_of(program: &Program, stage: usize, segment: SegmentId, at: usize) -> String {
+    format!("{} {segment}, instruction {at}", program.stages[stage].segments[segment].kind.name())
+}
+
+impl Action {
+    /// The kernels it launches.
+    pub fn routines(&self) -> impl Iterator<Item = &Routine> {
+        let [first, second] = match self {
+            Action::Run { routine, .. } => [Some(routine), None],
+            Action::Collective(c) => [c.before.as_ref(), c.after.as_ref()],
+            Action::Input { .. }
+            | Action::Slice { .. }
+            | Action::Send(_)
+            | Action::Recv(_)
+            | Action::Zero { .. }
+            | Action::Record(_)
+            | Action::Wait(_)
+            | Action::Nothing => [None, None],
+        };
+        first.into_iter().chain(second)
+    }
+    fn working_bytes(&self) -> u64 {
+        let staging = match self {
+            Action::Collective(c) => c.staging,
+            _ => 0,
+        };
+        staging.next_multiple_of(256) + self.routines().map(|r| r.aux).max().unwrap_or(0)
+    }
+}
+
+fn action(of: &Of<'_>, instr: &Instr) -> Result<Action, String> {
+    let view = &of.view;
+    let mesh = &view.program.mesh;
+    let place = |id: &BufferId| view.place(*id);
+    let places = |ids: &[BufferId]| ids.iter().map(place).collect::<Result<Vec<_>, _>>();
+    let run = |routine: Routine, ins: Vec<Place>, outs: Vec<Place>| Action::Run { routine, ins, outs };
+    Ok(match instr {
+        // Kernels take no scratch: their working memory is not the program's.
+        Instr::Run { node, ins, outs, scratch: _, write } => {
+            let local = view.local(*node, ins, outs)?;
+            let (ins, outs) = (places(ins)?, places(outs)?);
+            let d = Descriptor {
+                op: &local.node.op,
+                context: &local.context,
+                ins: &local.ins,
+                outs: &local.outs,
+                write: *write,
+                alignment: alignment(&[&ins[..], &outs[..]].concat()),
+            };
+            run(prepare(&d).map_err(|e| e.to_string())?, ins, outs)
+        }
+        Instr::Input { dst } => {
+            let (input, block, step) = view.input(*dst)?;
+            Action::Input { dst: place(dst)?, input, block, step }
+        }
+        Instr::Slice { src, dst, axes, dim } => {
+            let [_, row] = view.shape(*src, *dim)?;
+            let (src, dst) = (place(src)?, place(dst)?);
+            let (row, ways) = (row * src.dtype.size(), mesh.size(*axes));
+            if !row.is_multiple_of(ways) || dst.bytes * ways != src.bytes {
+                return Err(format!("{} bytes in {ways} blocks of rows of {row}", src.bytes));
+            }
+            Action::Slice { src, dst, row, start: mesh.position(view.local_rank, *axes) * (row / ways), len: row / ways }
+        }
+        Instr::Collective { pattern, axes, stages, dim, monoid, src, dst } => {
+            let members = view.group(*axes, stages);
+            let shape = match pattern {
+                Pattern::AllReduce | Pattern::ReduceScatter => view.shape(*src, *dim),
+                Pattern::AllGather => view.shape(*dst, *dim),
+            };
+            Action::Collective(collective(*pattern, *monoid, members, shape, place(src)?, place(dst)?)?)
+        }
+        Instr::Send { to, channel, src } => {
+            Action::Send(Transfer { members: pair(view, view.stage as u32, *to), channel: *channel, peer: 1, place: place(src)? })
+        }
+        Instr::Recv { from, channel, dst } => {
+            Action::Recv(Transfer { members: pair(view, *from, view.stage as u32), channel: *channel, peer: 0, place: place(dst)? })
+        }
+        Instr::Zero { dst } => Action::Zero { dst: place(dst)? },
+        Instr::AddInto { src, dst } => {
+            let (src, dst) = (place(src)?, place(dst)?);
+            run(flat::add_into(src.dtype, dst.dtype, same(&[src, dst])?, alignment(&[src, dst])), vec![src], vec![dst])
+        }
+        Instr::SquareSum { once, .. } if mesh.position(view.local_rank, *once) != 0 => Action::Nothing,
+        Instr::SquareSum { src, dst, once: _ } => {
+            let (src, dst) = (place(src)?, place(dst)?);
+            run(flat::square_sum(src.dtype, dst.dtype, src.elems()), vec![src], vec![dst])
+        }
+        Instr::ClipScale { src, dst } => {
+            let (src, dst) = (place(src)?, place(dst)?);
+            run(flat::clip_scale(src.dtype, dst.dtype), vec![src], vec![dst])
+        }
+        Instr::Update { state, grad, moments, param, scale } => {
+            let optimizer = view.program.optimizer.ok_or("the program has no optimizer")?;
+            let stretches = of.stretches(*state)?;
+            let (state, grad, moments) = (place(state)?, place(grad)?, places(moments)?);
+            let (param, scale) = (param.as_ref().map(place).transpose()?, scale.as_ref().map(place).transpose()?);
+            if moments.len() != optimizer.moments() {
+                return Err(format!("{} moments of the {} that {} has", moments.len(), optimizer.moments(), optimizer.name()));
+            }
+            let flat: Vec<Place> = [state, grad].into_iter().chain(moments.iter().copied()).chain(param).collect();
+            let update = flat::Update {
+                optimizer,
+                state: state.dtype,
+                grad: grad.dtype,
+                param: param.map(|p| p.dtype),
+                scale: scale.map(|s| s.dtype),
+                n: same(&flat)?,
+                alignment: alignment(&flat),
+                stretches: &stretches,
+            };
+            let ins = [grad].into_iter().chain(scale).collect();
+            let outs = [state].into_iter().chain(moments).chain(param).collect();
+            run(flat::update(&update), ins, outs)
+        }
+        Instr::Record(event) | Instr::Wait(event) if event.0 >= view.of_stage().events => return Err(format!("{event} does not exist")),
+        Instr::Record(event) => Action::Record(*event),
+        Instr::Wait(event) => Action::Wait(*event),
+    })
+}
+
+impl Of<'_> {
+    /// The elements of a flat buffer in stretches that weight decay pulls, or does not.
+    fn stretches(&self, id: BufferId) -> Result<Vec<(std::ops::Range<u64>, bool)>, String> {
+        let (place, program) = (self.view.place(id)?, self.view.program);
+        let Content::Flat { bucket, pieces, .. } = self.view.buffer(id)?.content else { return Err(format!("{id} is no flat buffer")) };
+        let bucket = self.view.of_stage().buckets.get(bucket).ok_or_else(|| format!("{bucket} does not exist"))?;
+        let start = program.mesh.position(self.view.local_rank, pieces) * (bucket.elems / program.mesh.size(pieces));
+        let stretches = bucket.stretches(start, place.elems(), |p| self.decays[p]);
+        Ok(stretches.into_iter().map(|(r, pulled)| (r.start as u64..r.end as u64, pulled)).collect())
+    }
+}
+
+/// Sender and receiver of a message between two stages.
+fn pair(view: &View<'_>, from: u32, to: u32) -> Vec<u64> {
+    [from, to].map(|stage| u64::from(stage) * view.program.mesh.ranks() + view.local_rank).to_vec()
+}
+
+fn collective(
+    pattern: Pattern,
+    monoid: Monoid,
+    members: Vec<u64>,
+    shape: Result<[u64; 2], String>,
+    src: Place,
+    dst: Place,
+) -> Result<Collective, String> {
+    let ways = members.len() as u64;
+    let plain = |primitive, elems| Collective { members: members.clone(), primitive, elems, src, dst, before: None, after: None, staging: 0 };
+    let reduction = match monoid {
+        Monoid::Sum => Some(Reduction::Sum),
+        Monoid::Max => Some(Reduction::Max),
+        Monoid::LogSumExp => None,
+    };
+    let parts = |whole: Place, part: Place| {
+        if part.bytes * ways == whole.bytes { Ok(()) } else { Err(format!("{} of {} bytes in {ways} blocks", whole.bytes, part.bytes)) }
+    };
+    match (pattern, reduction) {
+        (Pattern::AllReduce, _) if src.bytes != dst.bytes => Err(format!("{} bytes reduced to {}", src.bytes, dst.bytes)),
+        (Pattern::AllReduce, Some(r)) => Ok(plain(Primitive::AllReduce(r), src.elems())),
+        (Pattern::AllReduce, None) => {
+            let after = Some(flat::log_sum_exp(src.dtype, ways, src.elems()));
+            Ok(Collective { after, staging: ways * src.bytes, ..plain(Primitive::AllGather, src.elems()) })
+        }
+        (Pattern::ReduceScatter, None) => Err("no log-sum-exp is scattered".into()),
+        (Pattern::ReduceScatter, Some(r)) => {
+            parts(src, dst)?;
+            let [outer, row] = shape?;
+            let before = (outer > 1).then(|| flat::blocks(src.dtype, outer, ways, row / ways, Way::Pack));
+            let staging = if before.is_some() { src.bytes } else { 0 };
+            Ok(Collective { before, staging, ..plain(Primitive::ReduceScatter(r), dst.elems()) })
+        }
+        (Pattern::AllGather, _) => {
+            parts(dst, src)?;
+            let [outer, row] = shape?;
+            let after = (outer > 1).then(|| flat::blocks(src.dtype, outer, ways, row / ways, Way::Unpack));
+            let staging = if after.is_some() { dst.bytes } else { 0 };
+            Ok(Collective { after, staging, ..plain(Primitive::AllGather, src.elems()) })
+        }
+    }
+}
+
+/// The elements that flat buffers have in common.
+fn same(places: &[Place]) -> Result<u64, String> {
+    match places.iter().find(|p| p.elems() != places[0].elems()) {
+        None => Ok(places[0].elems()),
+        Some(other) => Err(format!("{} elements beside {}", places[0].elems(), other.elems())),
+    }
+}
+
+fn alignment(places: &[Place]) -> Alignment {
+    if places.iter().all(Place::aligned) { Alignment::Packs } else { Alignment::Elements }
+}

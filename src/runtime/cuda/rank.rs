@@ -1,0 +1,424 @@
+//! One rank on one device: what it holds from step to step, and the calls of a step.
+//!
+//! A step is queued whole: first the step's scalars are copied in and every stream is made to wait for that; then the schedule's instructions, in issue order, each on its
+//! own stream; last the compute stream waits for all others and copies the results out. So a step needs one `synchronise`, and the calls between are the same every step.
+//!
+//! **Memory.** The arena is the program's. Besides it: the scalars, and for each stream as much working memory as its kernels need at once. Inputs lie in pinned memory,
+//! a place for each time the step loads one, so that nothing that is queued is overwritten.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+
+use dplan_ir::graph::Graph;
+use dplan_ir::optimizer::{DecayGroups, StepScalars};
+use dplan_ir::program::{Channel, Program, Scalar, Stream};
+use dplan_kernels::cuda::{self, Arg, Routine};
+
+use super::driver::{Access, Address, Communicator, Driver, DriverError, Event, Exchange, Kernel, Pinned, Queue, Rows, Value};
+use super::groups::families;
+use super::load::{Action, Code, Collective, Transfer, load};
+use super::numbers::{decode, fill};
+use crate::runtime::view::Place;
+use crate::runtime::{Batch, RuntimeError};
+
+const STREAMS: usize = Stream::ALL.len();
+/// Bytes of the step's scalars.
+const SCALARS: u64 = 88;
+/// Where in pinned memory results are: loss, then the square of the gradients' norm.
+const RESULTS: u64 = 96;
+const INPUTS: u64 = 128;
+
+/// What was taken from the driver, in order.
+#[derive(Clone, Copy, Debug)]
+enum Taken {
+    Memory(Address),
+    Pinned(Pinned),
+    Stream(Queue),
+    Event(Event),
+    Kernel(Kernel),
+    Communicator(Communicator),
+}
+
+/// A rank that runs steps.
+pub struct Rank<D: Driver> {
+    driver: D,
+    code: Code,
+    held: Held,
+    taken: Vec<Taken>,
+    /// Whether a call failed: nothing more is asked of the device.
+    failed: bool,
+}
+
+/// Where everything is that calls name.
+#[derive(Default)]
+struct Held {
+    arena: Option<Address>,
+    scalars: Option<Address>,
+    working: [Option<Address>; STREAMS],
+    streams: Vec<Queue>,
+    events: Vec<Event>,
+    /// One that begins a step, then one that ends each stream's.
+    edges: Vec<Event>,
+    kernels: HashMap<(String, &'static str), Kernel>,
+    communicators: HashMap<(Vec<u64>, Option<Channel>), Communicator>,
+    pinned: Option<Pinned>,
+}
+
+/// What a rank reports of a step; `None` where its stage does not have it.
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
+pub struct Results {
+    pub loss: Option<f64>,
+    pub norm_squared: Option<f64>,
+}
+
+impl<D: Driver> Rank<D> {
+    /// Makes a rank ready: memory, streams, events, kernels, communicators. Every rank of the program makes its own, at the same time where they are processes.
+    ///
+    /// # Errors
+    /// What in the program no kernel does, and what the device refuses.
+    pub fn new(mut driver: D, graph: &Graph, program: &Program, rank: u64, decay: DecayGroups) -> Result<Rank<D>, RuntimeError> {
+        let ranks = program.mesh.ranks();
+        let code = load(graph, program, (rank / ranks) as usize, rank % ranks, decay)?;
+        let mut taken = Vec::new();
+        let made = prepare(&mut driver, program, rank, &code, &mut taken);
+        let mut this = Rank { driver, code, held: Held::default(), taken, failed: made.is_err() };
+        match made {
+            Ok(held) => {
+                this.held = held;
+                Ok(this)
+            }
+            Err(source) => {
+                this.release();
+                Err(RuntimeError::Device { rank: rank as usize, source })
+            }
+        }
+    }
+
+    /// Queues a whole step.
+    ///
+    /// # Errors
+    /// What the device refuses; after that the rank is done for.
+    pub fn issue(&mut self, program: &Program, scalars: &StepScalars, batch: &Batch) -> Result<(), RuntimeError> {
+        let queued = queue(&mut self.driver, &self.held, &self.code, program, scalars, batch);
+        self.noted(queued)
+    }
+    /// Waits for the step's end.
+    ///
+    /// # Errors
+    /// As [`Rank::issue`].
+    pub fn finish(&mut self, program: &Program) -> Result<Results, RuntimeError> {
+        let done = self.driver.synchronise();
+        self.noted(done)?;
+        let Some(pinned) = self.held.pinned else { return Ok(Results::default()) };
+        let bytes = self.driver.pinned(pinned);
+        let read = |which: usize| {
+            let place = result(program, &self.code, which)?;
+            Some(decode(&bytes[RESULTS as usize + which * 8..][..place.dtype.size() as usize], place.dtype))
+        };
+        Ok(Results { loss: read(0), norm_squared: read(1) })
+    }
+
+    /// Writes bytes of the arena.
+    ///
+    /// # Errors
+    /// As [`Rank::issue`].
+    pub fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<(), RuntimeError> {
+        let wrote = self.copy(offset, bytes.len() as u64, &mut |memory, at| memory.copy_from_slice(&bytes[at..][..memory.len()]), Access::Write);
+        self.noted(wrote)
+    }
+    /// Reads bytes of the arena.
+    ///
+    /// # Errors
+    /// As [`Rank::issue`].
+    pub fn read(&mut self, offset: u64, bytes: &mut [u8]) -> Result<(), RuntimeError> {
+        let read = self.copy(offset, bytes.len() as u64, &mut |memory, at| bytes[at..][..memory.len()].copy_from_slice(memory), Access::Read);
+        self.noted(read)
+    }
+
+    pub fn stage(&self) -> usize {
+        self.code.stage
+    }
+    pub fn local_rank(&self) -> u64 {
+        self.code.local_rank
+    }
+    pub fn driver(&self) -> &D {
+        &self.driver
+    }
+
+    /// Goes through a range of the arena by way of pinned memory, a stretch at a time.
+    fn copy(&mut self, offset: u64, bytes: u64, touch: &mut dyn FnMut(&mut [u8], usize), access: Access) -> Result<(), DriverError> {
+        const STRETCH: u64 = 16 << 20;
+        let (Some(arena), Some(&stream)) = (self.held.arena, self.held.streams.first()) else { return Ok(()) };
+        if bytes == 0 {
+            return Ok(());
+        }
+        let pinned = self.driver.pin(bytes.min(STRETCH))?;
+        self.taken.push(Taken::Pinned(pinned));
+        let mut at = 0;
+        while at < bytes {
+            let n = (bytes - at).min(STRETCH);
+            let place = arena.plus(offset + at);
+            if access == Access::Write {
+                touch(&mut self.driver.pinned(pinned)[..n as usize], at as usize);
+                self.driver.copy_in(place, pinned, 0, n, stream)?;
+                self.driver.synchronise()?;
+            } else {
+                self.driver.copy_out(pinned, 0, place, n, stream)?;
+                self.driver.synchronise()?;
+                touch(&mut self.driver.pinned(pinned)[..n as usize], at as usize);
+            }
+            at += n;
+        }
+        self.taken.pop();
+        self.driver.unpin(pinned)
+    }
+
+    fn noted<T>(&mut self, result: Result<T, DriverError>) -> Result<T, RuntimeError> {
+        self.failed |= result.is_err();
+        let rank = self.code.rank as usize;
+        result.map_err(|source| RuntimeError::Device { rank, source })
+    }
+
+    /// Gives everything back, last first. Communicators of a rank that failed are aborted before anything else: their peers may be inside.
+    fn release(&mut self) {
+        if self.failed {
+            for taken in &self.taken {
+                if let Taken::Communicator(c) = taken {
+                    let _ = self.driver.abort(*c);
+                }
+            }
+            self.taken.retain(|t| !matches!(t, Taken::Communicator(_)));
+        }
+        for taken in self.taken.drain(..).rev() {
+            // There is nobody left to tell of an error; the process's end gives back the rest.
+            let _ = match taken {
+                Taken::Memory(at) => self.driver.free(at),
+                Taken::Pinned(p) => self.driver.unpin(p),
+                Taken::Stream(s) => self.driver.destroy_stream(s),
+                Taken::Event(e) => self.driver.destroy_event(e),
+                Taken::Kernel(k) => self.driver.unload(k),
+                Taken::Communicator(c) => self.driver.leave(c),
+            };
+        }
+    }
+}
+
+impl<D: Driver> Drop for Rank<D> {
+    fn drop(&mut self) {
+        self.release();
+    }
+}
+
+/// Takes from the driver what a rank needs; `taken` has it also when a call fails.
+fn prepare<D: Driver>(driver: &mut D, program: &Program, rank: u64, code: &Code, taken: &mut Vec<Taken>) -> Result<Held, DriverError> {
+    let mut held = Held::default();
+    let mut memory = |driver: &mut D, bytes: u64| -> Result<Option<Address>, DriverError> {
+        if bytes == 0 {
+            return Ok(None);
+        }
+        let at = driver.allocate(bytes)?;
+        taken.push(Taken::Memory(at));
+        Ok(Some(at))
+    };
+    held.arena = memory(driver, program.stages[code.stage].arena_bytes)?;
+    held.scalars = memory(driver, SCALARS)?;
+    for (at, bytes) in held.working.iter_mut().zip(code.working) {
+        *at = memory(driver, bytes)?;
+    }
+    let pinned = driver.pin(INPUTS + input_bytes(code, program))?;
+    taken.push(Taken::Pinned(pinned));
+    held.pinned = Some(pinned);
+    for _ in 0..STREAMS {
+        let stream = driver.create_stream()?;
+        taken.push(Taken::Stream(stream));
+        held.streams.push(stream);
+    }
+    for at in 0..program.stages[code.stage].events as usize + STREAMS {
+        let event = driver.create_event()?;
+        taken.push(Taken::Event(event));
+        if at < STREAMS { held.edges.push(event) } else { held.events.push(event) }
+    }
+    for launch in code.segments.iter().flatten().flat_map(|(_, action)| action.routines()).flat_map(|r| &r.launches) {
+        if let Entry::Vacant(place) = held.kernels.entry((launch.text.clone(), launch.entry)) {
+            let kernel = driver.load(launch)?;
+            taken.push(Taken::Kernel(kernel));
+            place.insert(kernel);
+        }
+    }
+    for (number, family) in families(program).iter().enumerate() {
+        let members = family.members(program, rank);
+        let communicator = driver.split(number as u64, members.as_deref())?;
+        if let (Some(communicator), Some(members)) = (communicator, members) {
+            taken.push(Taken::Communicator(communicator));
+            held.communicators.insert((members, family.channel()), communicator);
+        }
+    }
+    // All memory is zero before the first step: padding stays so.
+    if let (Some(arena), Some(&stream)) = (held.arena, held.streams.first()) {
+        driver.zero(arena, program.stages[code.stage].arena_bytes, stream)?;
+        driver.synchronise()?;
+    }
+    Ok(held)
+}
+
+/// Pinned bytes that the inputs of a step need.
+fn input_bytes(code: &Code, program: &Program) -> u64 {
+    let of = |action: &Action| match action {
+        Action::Input { dst, .. } => dst.bytes,
+        _ => 0,
+    };
+    let segment = |at: usize| code.segments[at].iter().map(|(_, a)| of(a)).sum::<u64>();
+    program.stages[code.stage].schedule.iter().map(|call| segment(call.segment.0 as usize)).sum()
+}
+
+/// The buffer of a result.
+fn result(program: &Program, code: &Code, which: usize) -> Option<Place> {
+    let scalar = [Scalar::Loss, Scalar::NormSquared][which];
+    let stage = &program.stages[code.stage];
+    let buffer = &stage.buffers[stage.accumulates(scalar)?];
+    let offset = buffer.offset_at(0, &program.mesh, code.local_rank);
+    Some(Place { offset, stride: buffer.slot_stride, slots: 1, bytes: buffer.bytes, dtype: buffer.dtype })
+}
+
+/// What the calls of a step share.
+struct Calls<'a, D: Driver> {
+    driver: &'a mut D,
+    held: &'a Held,
+    arena: Address,
+    pinned: Pinned,
+    scalars: Address,
+    /// Pinned bytes that inputs took so far.
+    input: u64,
+}
+
+/// Queues a step.
+fn queue<D: Driver>(driver: &mut D, held: &Held, code: &Code, program: &Program, scalars: &StepScalars, batch: &Batch) -> Result<(), DriverError> {
+    let (Some(arena), Some(pinned), Some(at)) = (held.arena, held.pinned, held.scalars) else { return Ok(()) };
+    let mut calls = Calls { driver, held, arena, pinned, scalars: at, input: INPUTS };
+    let bytes: Vec<u8> = cuda::scalars(scalars).iter().flat_map(|s| s.to_le_bytes()).collect();
+    calls.driver.pinned(pinned)[..bytes.len()].copy_from_slice(&bytes);
+    // Inputs are written before anything that reads pinned memory is queued.
+    let schedule = &program.stages[code.stage].schedule;
+    for call in schedule {
+        for (_, action) in &code.segments[call.segment.0 as usize] {
+            if let Action::Input { dst, input, block, step } = action {
+                let to = &mut calls.driver.pinned(pinned)[calls.input as usize..][..dst.bytes as usize];
+                fill(&batch.inputs[*input], block, (call.micro_batch * step) as usize, dst.dtype, to);
+                calls.input += dst.bytes;
+            }
+        }
+    }
+    calls.input = INPUTS;
+    let compute = held.streams[Stream::Compute as usize];
+    calls.driver.copy_in(at, pinned, 0, SCALARS, compute)?;
+    calls.driver.record(held.edges[Stream::Compute as usize], compute)?;
+    for other in 1..STREAMS {
+        calls.driver.wait(held.streams[other], held.edges[Stream::Compute as usize])?;
+    }
+    for call in schedule {
+        for (stream, action) in &code.segments[call.segment.0 as usize] {
+            calls.act(*stream as usize, action, call.micro_batch)?;
+        }
+    }
+    for other in 1..STREAMS {
+        calls.driver.record(held.edges[other], held.streams[other])?;
+        calls.driver.wait(compute, held.edges[other])?;
+    }
+    for which in 0..2 {
+        if let Some(place) = result(program, code, which) {
+            calls.driver.copy_out(pinned, RESULTS + which as u64 * 8, arena.plus(place.offset), place.bytes, compute)?;
+        }
+    }
+    Ok(())
+}
+
+impl<D: Driver> Calls<'_, D> {
+    fn act(&mut self, on: usize, action: &Action, micro: u64) -> Result<(), DriverError> {
+        let stream = self.held.streams[on];
+        let at = |p: &Place| self.arena.plus(p.at(micro));
+        let memory = |p: &Place, access: Access| Value::Memory { at: at(p), bytes: p.bytes, access };
+        match action {
+            Action::Run { routine, ins, outs } => {
+                let ins: Vec<Value> = ins.iter().map(|p| memory(p, Access::Read)).collect();
+                let outs: Vec<Value> = outs.iter().map(|p| memory(p, Access::Write)).collect();
+                self.run(on, routine, 0, &ins, &outs)
+            }
+            Action::Input { dst, .. } => {
+                let from = self.input;
+                self.input += dst.bytes;
+                self.driver.copy_in(at(dst), self.pinned, from, dst.bytes, stream)
+            }
+            Action::Slice { src, dst, row, start, len } => {
+                let (from, to) = (at(src).plus(*start), at(dst));
+                let rows = Rows { from, from_pitch: *row, to, to_pitch: *len, width: *len, rows: dst.bytes / (*len).max(1) };
+                self.driver.copy_rows(rows, stream)
+            }
+            Action::Collective(c) => self.collective(on, c, micro),
+            Action::Send(Transfer { members, channel, peer, place }) => {
+                let communicator = self.communicator(members, Some(*channel))?;
+                self.driver.send(communicator, *peer, at(place), place.bytes, stream)
+            }
+            Action::Recv(Transfer { members, channel, peer, place }) => {
+                let communicator = self.communicator(members, Some(*channel))?;
+                self.driver.receive(communicator, *peer, at(place), place.bytes, stream)
+            }
+            Action::Zero { dst } => self.driver.zero(at(dst), dst.bytes, stream),
+            Action::Record(event) => self.driver.record(self.held.events[event.0 as usize], stream),
+            Action::Wait(event) => self.driver.wait(stream, self.held.events[event.0 as usize]),
+            Action::Nothing => Ok(()),
+        }
+    }
+
+    fn collective(&mut self, on: usize, c: &Collective, micro: u64) -> Result<(), DriverError> {
+        let [src, dst] = [&c.src, &c.dst].map(|p| self.arena.plus(p.at(micro)));
+        let working = |held: &Held| held.working[on].unwrap_or(self.arena);
+        let staging = working(self.held);
+        let (mut from, mut to) = (src, dst);
+        if let Some(before) = &c.before {
+            let whole = Value::Memory { at: src, bytes: c.src.bytes, access: Access::Read };
+            self.run(on, before, c.staging, &[whole], &[Value::Memory { at: staging, bytes: c.staging, access: Access::Write }])?;
+            from = staging;
+        }
+        if c.after.is_some() {
+            to = staging;
+        }
+        let communicator = self.communicator(&c.members, None)?;
+        let exchange = Exchange { primitive: c.primitive, elems: c.elems, dtype: c.src.dtype, from, to };
+        self.driver.exchange(communicator, exchange, self.held.streams[on])?;
+        match &c.after {
+            None => Ok(()),
+            Some(after) => {
+                let parts = Value::Memory { at: staging, bytes: c.staging, access: Access::Read };
+                self.run(on, after, c.staging, &[parts], &[Value::Memory { at: dst, bytes: c.dst.bytes, access: Access::Write }])
+            }
+        }
+    }
+
+    /// Launches the kernels of a routine; its working memory begins `skip` bytes into the stream's.
+    fn run(&mut self, on: usize, routine: &Routine, skip: u64, ins: &[Value], outs: &[Value]) -> Result<(), DriverError> {
+        let working = self.held.working[on].unwrap_or(self.arena).plus(skip.next_multiple_of(256));
+        for launch in &routine.launches {
+            let value = |arg: &Arg| match *arg {
+                Arg::In(i) => ins[i],
+                Arg::Out(i) => outs[i],
+                Arg::Aux(at) => Value::Memory { at: working.plus(at), bytes: routine.aux - at, access: Access::Write },
+                Arg::Scalars => Value::Memory { at: self.scalars, bytes: SCALARS, access: Access::Read },
+                Arg::Int(i) => Value::Int(i),
+            };
+            let args: Vec<Value> = launch.args.iter().map(value).collect();
+            let kernel = self.held.kernels.get(&(launch.text.clone(), launch.entry));
+            let kernel = *kernel.ok_or_else(|| unknown("cuLaunchKernel", launch.entry))?;
+            self.driver.launch(kernel, launch, &args, self.held.streams[on])?;
+        }
+        Ok(())
+    }
+
+    fn communicator(&self, members: &[u64], channel: Option<Channel>) -> Result<Communicator, DriverError> {
+        let found = self.held.communicators.get(&(members.to_vec(), channel));
+        found.copied().ok_or_else(|| unknown("ncclCommSplit", "a group that no family has"))
+    }
+}
+
+fn unknown(call: &'static str, what: &str) -> DriverError {
+    DriverError { call, why: format!("{what} was not made ready") }
+}

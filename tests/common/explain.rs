@@ -1,0 +1,131 @@
+//! Which instruction of a program each call of a rank's step is for.
+
+use dplan::runtime::cuda::load::{Action, Code};
+use dplan_ir::program::{Instr, Pattern, Program, Stream};
+
+use super::recording::Call;
+
+/// Streams as ranks make them.
+const STREAMS: usize = Stream::ALL.len();
+
+/// Goes through the calls of one step beside the instructions of its schedule: each call belongs to exactly one instruction, in order, on the instruction's stream, with the sizes
+/// that the instruction has; before and after them stand the calls that begin and end a step. `code` says how many kernels an instruction has, and which.
+pub fn explain(program: &Program, code: &Code, log: &[Call]) -> Result<(), String> {
+    let stage = &program.stages[code.stage];
+    let mut calls = Calls(log.iter());
+    // The step's scalars, then every stream after them.
+    let call = calls.next("the scalars")?;
+    expect(matches!(call, Call::CopyIn { bytes: 88, stream: 0, .. }), call, "the scalars' copy")?;
+    let call = calls.next("the first record")?;
+    expect(*call == Call::Record { event: 0, stream: 0 }, call, "the record that begins the step")?;
+    for stream in 1..STREAMS {
+        let call = calls.next("a first wait")?;
+        expect(*call == Call::Wait { event: 0, stream }, call, "a stream's first wait")?;
+    }
+    for issue in &stage.schedule {
+        let segment = &stage.segments[issue.segment];
+        for (instr, (_, action)) in segment.body.iter().zip(&code.segments[issue.segment.0 as usize]) {
+            let on = instr.stream as usize;
+            let bytes = |b: &dplan_ir::entity::BufferId| stage.buffers[*b].bytes;
+            let entries: Vec<&str> = action.routines().flat_map(|r| &r.launches).map(|l| l.entry).collect();
+            let what = format!("of {:?} in {}", instr.instr, segment.kind.name());
+            match &instr.instr {
+                Instr::Run { .. } | Instr::AddInto { .. } | Instr::ClipScale { .. } | Instr::Update { .. } => {
+                    if entries.is_empty() {
+                        return Err(format!("no kernel {what}"));
+                    }
+                    calls.launches(&entries, on, &what)?;
+                }
+                Instr::SquareSum { once, .. } => {
+                    let counts = program.mesh.position(code.local_rank, *once) == 0;
+                    if counts == entries.is_empty() {
+                        return Err(format!("{} kernels {what}", entries.len()));
+                    }
+                    calls.launches(&entries, on, &what)?;
+                }
+                Instr::Collective { pattern, .. } => {
+                    let Action::Collective(c) = action else { return Err(format!("{action:?} {what}")) };
+                    let before = c.before.as_ref().map_or(0, |r| r.launches.len());
+                    calls.launches(&entries[..before], on, &what)?;
+                    let call = calls.next(&what)?;
+                    let Call::Exchange { members, elems, stream, .. } = call else { return Err(format!("{call:?} {what}")) };
+                    let Instr::Collective { axes, stages, src, dst, .. } = &instr.instr else { unreachable!("matched") };
+                    let locals = program.mesh.group(code.local_rank, *axes);
+                    let stages = if stages.is_empty() { vec![code.stage as u32] } else { stages.clone() };
+                    let group: Vec<u64> = stages.iter().flat_map(|s| locals.iter().map(move |r| u64::from(*s) * program.mesh.ranks() + r)).collect();
+                    // NCCL counts what each rank has of the smaller side.
+                    let counted = match pattern {
+                        Pattern::AllReduce | Pattern::AllGather => bytes(src),
+                        Pattern::ReduceScatter => bytes(dst),
+                    };
+                    let right = *members == group && *stream == on && elems * stage.buffers[*src].dtype.size() == counted;
+                    expect(right, call, &what)?;
+                    calls.launches(&entries[before..], on, &what)?;
+                }
+                Instr::Input { dst } => {
+                    let call = calls.next(&what)?;
+                    expect(matches!(call, Call::CopyIn { bytes: n, stream, .. } if *n == bytes(dst) && *stream == on), call, &what)?;
+                }
+                Instr::Slice { dst, .. } => {
+                    let call = calls.next(&what)?;
+                    expect(matches!(call, Call::Rows { bytes: n, stream, .. } if *n == bytes(dst) && *stream == on), call, &what)?;
+                }
+                Instr::Zero { dst } => {
+                    let call = calls.next(&what)?;
+                    expect(matches!(call, Call::Zero { bytes: n, stream, .. } if *n == bytes(dst) && *stream == on), call, &what)?;
+                }
+                Instr::Send { to, src, .. } => {
+                    let peer = u64::from(*to) * program.mesh.ranks() + code.local_rank;
+                    let call = calls.next(&what)?;
+                    expect(*call == Call::Send { to: peer, bytes: bytes(src), stream: on }, call, &what)?;
+                }
+                Instr::Recv { from, dst, .. } => {
+                    let peer = u64::from(*from) * program.mesh.ranks() + code.local_rank;
+                    let call = calls.next(&what)?;
+                    expect(*call == Call::Receive { from: peer, bytes: bytes(dst), stream: on }, call, &what)?;
+                }
+                Instr::Record(event) => {
+                    let call = calls.next(&what)?;
+                    expect(*call == Call::Record { event: STREAMS + event.0 as usize, stream: on }, call, &what)?;
+                }
+                Instr::Wait(event) => {
+                    let call = calls.next(&what)?;
+                    expect(*call == Call::Wait { event: STREAMS + event.0 as usize, stream: on }, call, &what)?;
+                }
+            }
+        }
+    }
+    for stream in 1..STREAMS {
+        let call = calls.next("a last record")?;
+        expect(*call == Call::Record { event: stream, stream }, call, "a stream's last record")?;
+        let call = calls.next("a last wait")?;
+        expect(*call == Call::Wait { event: stream, stream: 0 }, call, "the last wait for a stream")?;
+    }
+    let mut rest: Vec<&Call> = calls.0.collect();
+    let end = rest.pop();
+    if end != Some(&Call::Synchronise) || rest.len() > 2 || !rest.iter().all(|c| matches!(c, Call::CopyOut { stream: 0, .. })) {
+        return Err(format!("after the last instruction: {rest:?}, {end:?}"));
+    }
+    Ok(())
+}
+
+/// What is left of a log.
+struct Calls<'a>(std::slice::Iter<'a, Call>);
+
+impl<'a> Calls<'a> {
+    fn next(&mut self, what: &str) -> Result<&'a Call, String> {
+        self.0.next().ok_or_else(|| format!("the log ends before {what}"))
+    }
+    /// The launches of these kernels on a stream.
+    fn launches(&mut self, entries: &[&str], on: usize, what: &str) -> Result<(), String> {
+        for entry in entries {
+            let call = self.next(what)?;
+            expect(matches!(call, Call::Launch { entry: e, stream } if e == entry && *stream == on), call, &format!("`{entry}` {what}"))?;
+        }
+        Ok(())
+    }
+}
+
+fn expect(is: bool, call: &Call, what: &str) -> Result<(), String> {
+    if is { Ok(()) } else { Err(format!("{call:?} is not {what}")) }
+}

@@ -1,0 +1,553 @@
+//! A stand-in for CUDA and NCCL, one device a rank, in one process.
+//!
+//! Calls do what CUDA's do and no more: work is queued, and runs when somebody synchronises. Then one queued item after the other is done, taken at random from the streams
+//! whose head can go on, so what no event orders happens in any order. Kernels run through the CPU shim, with the bounds of each argument checked; a communicator's members
+//! must come with the same call, in the same order. Memory is host memory, poisoned when allocated. Every call is logged.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::rc::Rc;
+
+use dplan::runtime::cuda::driver::{Access, Address, Communicator, Driver, DriverError, Event, Exchange, Kernel, Pinned, Queue, Rows, Value};
+use dplan::runtime::cuda::load::{Primitive, Reduction};
+use dplan::runtime::cuda::numbers::{decode, encode};
+use dplan_ir::dtype::DType;
+use dplan_kernels::cuda::Launch;
+use dplan_kernels::shim::{Library, Operand};
+
+/// A call that was made; streams and events by the order in which the rank made them.
+#[derive(Clone, PartialEq, Debug)]
+pub enum Call {
+    Take(&'static str),
+    /// Memory, an event, …: what it was, in the order of making.
+    GiveBack(&'static str),
+    Record {
+        event: usize,
+        stream: usize,
+    },
+    Wait {
+        event: usize,
+        stream: usize,
+    },
+    Launch {
+        entry: &'static str,
+        stream: usize,
+    },
+    CopyIn {
+        to: u64,
+        bytes: u64,
+        stream: usize,
+    },
+    CopyOut {
+        from: u64,
+        bytes: u64,
+        stream: usize,
+    },
+    Rows {
+        to: u64,
+        bytes: u64,
+        stream: usize,
+    },
+    Zero {
+        at: u64,
+        bytes: u64,
+        stream: usize,
+    },
+    Exchange {
+        members: Vec<u64>,
+        primitive: Primitive,
+        elems: u64,
+        stream: usize,
+    },
+    Send {
+        to: u64,
+        bytes: u64,
+        stream: usize,
+    },
+    Receive {
+        from: u64,
+        bytes: u64,
+        stream: usize,
+    },
+    Synchronise,
+}
+
+/// All devices of a job.
+pub struct World {
+    library: Library,
+    devices: Vec<Device>,
+    groups: Vec<Group>,
+    random: u64,
+    launched: u64,
+    /// Calls made so far, by all ranks, that may fail.
+    pub calls: u64,
+    /// The call that fails.
+    pub fails: Option<u64>,
+    /// Calls other than giving back that a rank made after one failed.
+    pub after_failure: Vec<(u64, Call)>,
+}
+
+#[derive(Default)]
+struct Device {
+    log: Vec<Call>,
+    failed: bool,
+    memory: BTreeMap<u64, Block>,
+    pinned: BTreeMap<u64, u64>,
+    streams: Vec<Option<VecDeque<Op>>>,
+    /// Records issued and done.
+    events: Vec<Option<(u64, u64)>>,
+    kernels: Vec<Option<Launch>>,
+    communicators: Vec<usize>,
+}
+
+/// Bytes at a multiple of 256.
+struct Block {
+    _words: Vec<u8>,
+    bytes: u64,
+}
+
+/// A communicator as its members see it.
+struct Group {
+    family: u64,
+    members: Vec<u64>,
+    /// Calls that each member made.
+    issued: Vec<u64>,
+    /// Members that came to the call after `done`.
+    here: HashMap<u64, Meeting>,
+    done: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Meeting {
+    Exchange(Exchange),
+    Send { peer: u64, from: u64, bytes: u64 },
+    Receive { peer: u64, to: u64, bytes: u64 },
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    Launch(Box<Launch>, Vec<Value>),
+    Copy { from: u64, to: u64, bytes: u64 },
+    Rows(Rows),
+    Zero { at: u64, bytes: u64 },
+    Record { event: usize, number: u64 },
+    Wait { event: usize, number: u64 },
+    Meet { group: usize, position: usize, number: u64, what: Meeting },
+}
+
+impl World {
+    pub fn new(library: Library, ranks: u64, seed: u64) -> Rc<RefCell<World>> {
+        let devices = (0..ranks).map(|_| Device::default()).collect();
+        let world = World { library, devices, groups: Vec::new(), random: seed, launched: 0, calls: 0, fails: None, after_failure: Vec::new() };
+        Rc::new(RefCell::new(world))
+    }
+    pub fn take_log(&mut self, rank: u64) -> Vec<Call> {
+        std::mem::take(&mut self.devices[rank as usize].log)
+    }
+    /// What ranks took and did not give back.
+    pub fn leaks(&self) -> Vec<String> {
+        let mut leaks = Vec::new();
+        for (rank, d) in self.devices.iter().enumerate() {
+            let left = [
+                ("memory", d.memory.len()),
+                ("pinned memory", d.pinned.len()),
+                ("streams", d.streams.iter().flatten().count()),
+                ("events", d.events.iter().flatten().count()),
+                ("kernels", d.kernels.iter().flatten().count()),
+                ("communicators", d.communicators.len()),
+            ];
+            leaks.extend(left.iter().filter(|(_, n)| *n > 0).map(|(what, n)| format!("rank {rank}: {n} {what}")));
+        }
+        leaks
+    }
+    pub fn launched(&self) -> u64 {
+        self.launched
+    }
+    pub fn into_library(self) -> Library {
+        self.library
+    }
+
+    fn below(&mut self, n: usize) -> usize {
+        self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.random ^ (self.random >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ (z >> 31)) % n as u64) as usize
+    }
+
+    /// Does everything that is queued anywhere.
+    fn drain(&mut self) {
+        loop {
+            let mut ready = Vec::new();
+            let mut left = Vec::new();
+            for rank in 0..self.devices.len() {
+                for stream in 0..self.devices[rank].streams.len() {
+                    let head = self.devices[rank].streams[stream].as_ref().and_then(VecDeque::front).cloned();
+                    if let Some(op) = head {
+                        if self.is_ready(rank, &op) { ready.push((rank, stream)) } else { left.push((rank, stream, op)) }
+                    }
+                }
+            }
+            if ready.is_empty() {
+                assert!(left.is_empty(), "no stream gets further: {left:?}");
+                return;
+            }
+            let (rank, stream) = ready[self.below(ready.len())];
+            let op = self.devices[rank].streams[stream].as_mut().and_then(VecDeque::pop_front).expect("a head");
+            self.execute(rank, op);
+        }
+    }
+
+    fn is_ready(&mut self, rank: usize, op: &Op) -> bool {
+        match op {
+            Op::Wait { event, number } => self.devices[rank].events[*event].is_none_or(|(_, done)| done >= *number),
+            Op::Meet { group, position, number, what } => {
+                let group = &mut self.groups[*group];
+                if group.done == *number {
+                    group.here.insert(*position as u64, *what);
+                }
+                if group.done == *number && group.here.len() == group.members.len() {
+                    meet(group);
+                    group.here.clear();
+                    group.done += 1;
+                }
+                group.done > *number
+            }
+            Op::Launch(..) | Op::Copy { .. } | Op::Rows(_) | Op::Zero { .. } | Op::Record { .. } => true,
+        }
+    }
+
+    fn execute(&mut self, rank: usize, op: Op) {
+        match op {
+            Op::Launch(launch, values) => {
+                self.launched += 1;
+                let operand = |v: &Value| match *v {
+                    Value::Int(i) => Operand::Int(i),
+                    Value::Memory { at, bytes, access } => Operand::Memory { base: at.0 as *mut u8, bytes, writable: access == Access::Write },
+                };
+                let operands: Vec<Operand> = values.iter().map(operand).collect();
+                values.iter().for_each(|v| {
+                    if let Value::Memory { at, bytes, .. } = v {
+                        self.inside(rank, at.0, *bytes);
+                    }
+                });
+                // SAFETY: each range is inside one allocation, checked above.
+                unsafe { self.library.launch(&launch, &operands, self.launched) }.unwrap_or_else(|e| panic!("rank {rank}: {e}"));
+            }
+            // SAFETY: both ranges were checked when the call was made, and are of different allocations.
+            Op::Copy { from, to, bytes } => unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, bytes as usize) },
+            Op::Rows(r) => {
+                for row in 0..r.rows {
+                    // SAFETY: as above.
+                    unsafe { std::ptr::copy((r.from.0 + row * r.from_pitch) as *const u8, (r.to.0 + row * r.to_pitch) as *mut u8, r.width as usize) }
+                }
+            }
+            // SAFETY: as above.
+            Op::Zero { at, bytes } => unsafe { std::ptr::write_bytes(at as *mut u8, 0, bytes as usize) },
+            Op::Record { event, number } => {
+                if let Some(event) = &mut self.devices[rank].events[event] {
+                    event.1 = event.1.max(number);
+                }
+            }
+            Op::Wait { .. } | Op::Meet { .. } => {}
+        }
+    }
+
+    /// Panics unless a range is inside one allocation of the rank.
+    fn inside(&self, rank: usize, at: u64, bytes: u64) {
+        let block = self.devices[rank].memory.range(..=at).next_back();
+        let fits = block.is_some_and(|(base, b)| at + bytes <= base + b.bytes);
+        assert!(fits, "rank {rank}: {bytes} bytes at {at:#x} are in no allocation");
+    }
+}
+
+/// What a group's members came for.
+fn meet(group: &Group) {
+    let n = group.members.len();
+    let all: Vec<Meeting> = (0..n as u64).map(|p| group.here[&p]).collect();
+    if let [a, b] = all[..] {
+        let pair = match (a, b) {
+            (Meeting::Send { peer: 1, from, bytes }, Meeting::Receive { peer: 0, to, bytes: n }) if n == bytes => Some((from, to, bytes)),
+            (Meeting::Receive { peer: 1, to, bytes }, Meeting::Send { peer: 0, from, bytes: n }) if n == bytes => Some((from, to, bytes)),
+            _ => None,
+        };
+        if let Some((from, to, bytes)) = pair {
+            // SAFETY: checked when the calls were made; of two devices.
+            return unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, bytes as usize) };
+        }
+    }
+    let exchanges: Vec<Exchange> = all
+        .iter()
+        .map(|m| match m {
+            Meeting::Exchange(e) => *e,
+            other => panic!("{:?} meet with {other:?}", group.members),
+        })
+        .collect();
+    let first = exchanges[0];
+    let same = |e: &&Exchange| (e.primitive, e.elems, e.dtype) == (first.primitive, first.elems, first.dtype);
+    assert!(exchanges.iter().all(|e| same(&e)), "{:?} meet with {exchanges:?}", group.members);
+    let (sent, received) = sizes(&first, n as u64);
+    // SAFETY: checked when the calls were made.
+    let read = |e: &Exchange| unsafe { std::slice::from_raw_parts(e.from.0 as *const u8, sent as usize) }.to_vec();
+    let sources: Vec<Vec<u8>> = exchanges.iter().map(read).collect();
+    let results: Vec<Vec<u8>> = match first.primitive {
+        Primitive::AllGather => vec![sources.concat(); n],
+        Primitive::AllReduce(how) => vec![reduce(&sources, first.dtype, how); n],
+        Primitive::ReduceScatter(how) => reduce(&sources, first.dtype, how).chunks(received as usize).map(<[u8]>::to_vec).collect(),
+    };
+    for (e, result) in exchanges.iter().zip(results) {
+        // SAFETY: as above.
+        unsafe { std::ptr::copy_nonoverlapping(result.as_ptr(), e.to.0 as *mut u8, received as usize) };
+    }
+}
+
+/// Bytes that each member sends and receives.
+fn sizes(e: &Exchange, members: u64) -> (u64, u64) {
+    let n = e.elems * e.dtype.size();
+    match e.primitive {
+        Primitive::AllReduce(_) => (n, n),
+        Primitive::ReduceScatter(_) => (n * members, n),
+        Primitive::AllGather => (n, n * members),
+    }
+}
+
+/// In group order, starting from the first, each step rounded to the type.
+fn reduce(all: &[Vec<u8>], dtype: DType, how: Reduction) -> Vec<u8> {
+    let size = dtype.size() as usize;
+    let mut sum = all[0].clone();
+    for other in &all[1..] {
+        for (s, o) in sum.chunks_exact_mut(size).zip(other.chunks_exact(size)) {
+            let (x, y) = (decode(s, dtype), decode(o, dtype));
+            let z = match how {
+                Reduction::Sum => x + y,
+                Reduction::Max => x.max(y),
+            };
+            encode(z, dtype, s);
+        }
+    }
+    sum
+}
+
+/// One rank's device.
+pub struct Recorder {
+    world: Rc<RefCell<World>>,
+    rank: u64,
+    pinned: HashMap<u64, Vec<u8>>,
+}
+
+impl Recorder {
+    pub fn new(world: &Rc<RefCell<World>>, rank: u64) -> Recorder {
+        Recorder { world: Rc::clone(world), rank, pinned: HashMap::new() }
+    }
+
+    /// Logs a call, and fails it if it is the one to fail.
+    fn call(&self, call: Call, name: &'static str) -> Result<(), DriverError> {
+        let world = &mut *self.world.borrow_mut();
+        let device = &mut world.devices[self.rank as usize];
+        if device.failed {
+            world.after_failure.push((self.rank, call.clone()));
+        }
+        device.log.push(call);
+        let number = world.calls;
+        world.calls += 1;
+        if world.fails == Some(number) {
+            device.failed = true;
+            return Err(DriverError { call: name, why: format!("call {number} was told to fail") });
+        }
+        Ok(())
+    }
+    fn give_back(&self, what: &'static str, change: impl FnOnce(&mut Device)) -> Result<(), DriverError> {
+        let device = &mut self.world.borrow_mut().devices[self.rank as usize];
+        device.log.push(Call::GiveBack(what));
+        change(device);
+        Ok(())
+    }
+    fn device<T>(&self, change: impl FnOnce(&mut Device) -> T) -> T {
+        change(&mut self.world.borrow_mut().devices[self.rank as usize])
+    }
+    fn queue(&self, stream: Queue, op: Op) {
+        self.device(|d| d.streams[stream.0 as usize].as_mut().expect("a live stream").push_back(op));
+    }
+    fn inside(&self, at: Address, bytes: u64) {
+        self.world.borrow().inside(self.rank as usize, at.0, bytes);
+    }
+    fn meet(&self, communicator: Communicator, stream: Queue, what: Meeting) {
+        let (group, position, number) = {
+            let world = &mut *self.world.borrow_mut();
+            let group = &mut world.groups[communicator.0 as usize];
+            let position = group.members.iter().position(|&m| m == self.rank).expect("a member");
+            group.issued[position] += 1;
+            (communicator.0 as usize, position, group.issued[position] - 1)
+        };
+        self.queue(stream, Op::Meet { group, position, number, what });
+    }
+    fn members(&self, communicator: Communicator) -> Vec<u64> {
+        self.world.borrow().groups[communicator.0 as usize].members.clone()
+    }
+    fn pinned_place(&self, memory: Pinned, offset: u64, bytes: u64) -> u64 {
+        assert!(offset + bytes <= self.pinned[&memory.0].len() as u64, "past the pinned memory");
+        memory.0 + offset
+    }
+}
+
+impl Driver for Recorder {
+    fn allocate(&mut self, bytes: u64) -> Result<Address, DriverError> {
+        self.call(Call::Take("memory"), "cuMemAlloc")?;
+        let words = vec![0xff; bytes as usize + 256];
+        let at = words.as_ptr() as u64 + words.as_ptr().align_offset(256) as u64;
+        self.device(|d| d.memory.insert(at, Block { _words: words, bytes }));
+        Ok(Address(at))
+    }
+    fn free(&mut self, at: Address) -> Result<(), DriverError> {
+        self.give_back("memory", |d| assert!(d.memory.remove(&at.0).is_some(), "freed twice"))
+    }
+    fn pin(&mut self, bytes: u64) -> Result<Pinned, DriverError> {
+        self.call(Call::Take("pinned memory"), "cuMemHostAlloc")?;
+        let memory = vec![0xff; bytes as usize];
+        let at = memory.as_ptr() as u64;
+        self.pinned.insert(at, memory);
+        self.device(|d| d.pinned.insert(at, bytes));
+        Ok(Pinned(at))
+    }
+    fn unpin(&mut self, memory: Pinned) -> Result<(), DriverError> {
+        self.pinned.remove(&memory.0);
+        self.give_back("pinned memory", |d| assert!(d.pinned.remove(&memory.0).is_some(), "unpinned twice"))
+    }
+    fn pinned(&mut self, memory: Pinned) -> &mut [u8] {
+        self.pinned.get_mut(&memory.0).expect("pinned")
+    }
+
+    fn create_stream(&mut self) -> Result<Queue, DriverError> {
+        self.call(Call::Take("stream"), "cuStreamCreate")?;
+        Ok(Queue(self.device(|d| {
+            d.streams.push(Some(VecDeque::new()));
+            d.streams.len() as u64 - 1
+        })))
+    }
+    fn destroy_stream(&mut self, stream: Queue) -> Result<(), DriverError> {
+        self.give_back("stream", |d| assert!(d.streams[stream.0 as usize].take().is_some(), "destroyed twice"))
+    }
+    fn create_event(&mut self) -> Result<Event, DriverError> {
+        self.call(Call::Take("event"), "cuEventCreate")?;
+        Ok(Event(self.device(|d| {
+            d.events.push(Some((0, 0)));
+            d.events.len() as u64 - 1
+        })))
+    }
+    fn destroy_event(&mut self, event: Event) -> Result<(), DriverError> {
+        self.give_back("event", |d| assert!(d.events[event.0 as usize].take().is_some(), "destroyed twice"))
+    }
+    fn record(&mut self, event: Event, stream: Queue) -> Result<(), DriverError> {
+        let (e, s) = (event.0 as usize, stream.0 as usize);
+        self.call(Call::Record { event: e, stream: s }, "cuEventRecord")?;
+        let number = self.device(|d| {
+            let event = d.events[e].as_mut().expect("a live event");
+            event.0 += 1;
+            event.0
+        });
+        self.queue(stream, Op::Record { event: e, number });
+        Ok(())
+    }
+    fn wait(&mut self, stream: Queue, event: Event) -> Result<(), DriverError> {
+        let (e, s) = (event.0 as usize, stream.0 as usize);
+        self.call(Call::Wait { event: e, stream: s }, "cuStreamWaitEvent")?;
+        // CUDA waits for the latest record that was issued before; for none if there was none.
+        let number = self.device(|d| d.events[e].expect("a live event").0);
+        self.queue(stream, Op::Wait { event: e, number });
+        Ok(())
+    }
+
+    fn load(&mut self, launch: &Launch) -> Result<Kernel, DriverError> {
+        self.call(Call::Take("kernel"), "cuModuleLoadData")?;
+        Ok(Kernel(self.device(|d| {
+            d.kernels.push(Some(launch.clone()));
+            d.kernels.len() as u64 - 1
+        })))
+    }
+    fn unload(&mut self, kernel: Kernel) -> Result<(), DriverError> {
+        self.give_back("kernel", |d| assert!(d.kernels[kernel.0 as usize].take().is_some(), "unloaded twice"))
+    }
+    fn launch(&mut self, kernel: Kernel, launch: &Launch, args: &[Value], stream: Queue) -> Result<(), DriverError> {
+        self.call(Call::Launch { entry: launch.entry, stream: stream.0 as usize }, "cuLaunchKernel")?;
+        let same = self.device(|d| d.kernels[kernel.0 as usize].as_ref().is_some_and(|k| (&k.text, k.entry) == (&launch.text, launch.entry)));
+        assert!(same, "{} is launched as another kernel", launch.entry);
+        self.queue(stream, Op::Launch(Box::new(launch.clone()), args.to_vec()));
+        Ok(())
+    }
+
+    fn copy_in(&mut self, to: Address, from: Pinned, offset: u64, bytes: u64, stream: Queue) -> Result<(), DriverError> {
+        self.call(Call::CopyIn { to: to.0, bytes, stream: stream.0 as usize }, "cuMemcpyHtoDAsync")?;
+        self.inside(to, bytes);
+        self.queue(stream, Op::Copy { from: self.pinned_place(from, offset, bytes), to: to.0, bytes });
+        Ok(())
+    }
+    fn copy_out(&mut self, to: Pinned, offset: u64, from: Address, bytes: u64, stream: Queue) -> Result<(), DriverError> {
+        self.call(Call::CopyOut { from: from.0, bytes, stream: stream.0 as usize }, "cuMemcpyDtoHAsync")?;
+        self.inside(from, bytes);
+        self.queue(stream, Op::Copy { from: from.0, to: self.pinned_place(to, offset, bytes), bytes });
+        Ok(())
+    }
+    fn copy_rows(&mut self, rows: Rows, stream: Queue) -> Result<(), DriverError> {
+        self.call(Call::Rows { to: rows.to.0, bytes: rows.width * rows.rows, stream: stream.0 as usize }, "cuMemcpy2DAsync")?;
+        let last = rows.rows.saturating_sub(1);
+        self.inside(rows.from, last * rows.from_pitch + rows.width);
+        self.inside(rows.to, last * rows.to_pitch + rows.width);
+        self.queue(stream, Op::Rows(rows));
+        Ok(())
+    }
+    fn zero(&mut self, at: Address, bytes: u64, stream: Queue) -> Result<(), DriverError> {
+        self.call(Call::Zero { at: at.0, bytes, stream: stream.0 as usize }, "cuMemsetD8Async")?;
+        self.inside(at, bytes);
+        self.queue(stream, Op::Zero { at: at.0, bytes });
+        Ok(())
+    }
+
+    fn split(&mut self, family: u64, members: Option<&[u64]>) -> Result<Option<Communicator>, DriverError> {
+        self.call(Call::Take("communicator"), "ncclCommSplit")?;
+        let Some(members) = members else { return Ok(None) };
+        let world = &mut *self.world.borrow_mut();
+        let found = world.groups.iter().position(|g| g.family == family && g.members == members);
+        let at = found.unwrap_or_else(|| {
+            let (members, issued) = (members.to_vec(), vec![0; members.len()]);
+            world.groups.push(Group { family, members, issued, here: HashMap::new(), done: 0 });
+            world.groups.len() - 1
+        });
+        world.devices[self.rank as usize].communicators.push(at);
+        Ok(Some(Communicator(at as u64)))
+    }
+    fn leave(&mut self, communicator: Communicator) -> Result<(), DriverError> {
+        self.give_back("communicator", |d| d.communicators.retain(|&c| c != communicator.0 as usize))
+    }
+    fn abort(&mut self, communicator: Communicator) -> Result<(), DriverError> {
+        self.leave(communicator)
+    }
+    fn exchange(&mut self, communicator: Communicator, what: Exchange, stream: Queue) -> Result<(), DriverError> {
+        let members = self.members(communicator);
+        let (sent, received) = sizes(&what, members.len() as u64);
+        let call = Call::Exchange { members, primitive: what.primitive, elems: what.elems, stream: stream.0 as usize };
+        self.call(call, "ncclAllReduce")?;
+        self.inside(what.from, sent);
+        self.inside(what.to, received);
+        self.meet(communicator, stream, Meeting::Exchange(what));
+        Ok(())
+    }
+    fn send(&mut self, communicator: Communicator, peer: u64, from: Address, bytes: u64, stream: Queue) -> Result<(), DriverError> {
+        let to = self.members(communicator)[peer as usize];
+        self.call(Call::Send { to, bytes, stream: stream.0 as usize }, "ncclSend")?;
+        self.inside(from, bytes);
+        self.meet(communicator, stream, Meeting::Send { peer, from: from.0, bytes });
+        Ok(())
+    }
+    fn receive(&mut self, communicator: Communicator, peer: u64, to: Address, bytes: u64, stream: Queue) -> Result<(), DriverError> {
+        let from = self.members(communicator)[peer as usize];
+        self.call(Call::Receive { from, bytes, stream: stream.0 as usize }, "ncclRecv")?;
+        self.inside(to, bytes);
+        self.meet(communicator, stream, Meeting::Receive { peer, to: to.0, bytes });
+        Ok(())
+    }
+
+    fn synchronise(&mut self) -> Result<(), DriverError> {
+        self.call(Call::Synchronise, "cuStreamQuery")?;
+        self.world.borrow_mut().drain();
+        Ok(())
+    }
+}

@@ -1,0 +1,97 @@
+//! The real loading path of CUDA's driver, NVRTC and NCCL, against a C stand-in: names, structures, arguments, what is given back.
+
+mod common;
+
+use std::time::Duration;
+
+use dplan::runtime::cuda::driver::{Access, Address, Driver, Exchange, Pinned, Rows, Value};
+use dplan::runtime::cuda::gpu::{Gpu, library::AbsentError, nccl::UniqueId, unique_id};
+use dplan::runtime::cuda::load::{Primitive, Reduction};
+use dplan_ir::dtype::DType;
+use dplan_kernels::cuda::flat;
+use dplan_kernels::shim;
+
+/// The only test of this file: it names the stand-in in the environment of its process.
+#[test]
+fn the_driver_is_called_as_its_headers_say() {
+    let Some(compiler) = shim::compiler() else {
+        eprintln!("SKIPPED: no C++ compiler (set CXX, or install g++)");
+        return;
+    };
+    let library = common::scratch("cuda_driver").join("libcuda.so");
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/common/libcuda.cpp");
+    let built = std::process::Command::new(compiler).args(["-shared", "-fPIC", "-O1", "-std=c++17", source, "-o"]).arg(&library).output().unwrap();
+    assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+    // SAFETY: this process has no other thread that reads its environment.
+    unsafe {
+        std::env::set_var("DPLAN_CUDA", &library);
+        std::env::set_var("DPLAN_NCCL", &library);
+        std::env::set_var("DPLAN_CACHE", common::scratch("cuda_driver_cache"));
+    }
+    let mut gpu = match Gpu::open(0, Duration::from_secs(5)) {
+        Err(AbsentError::Nvrtc(error)) => return eprintln!("SKIPPED: {error}"),
+        other => other.unwrap_or_else(|e| panic!("{e}")),
+    };
+    assert!(matches!(Gpu::open(1, Duration::from_secs(5)), Err(AbsentError::Device(why)) if why.contains("which has 1")));
+    gpu.join(UniqueId(unique_id().unwrap().0), 0, 1).unwrap();
+    // SAFETY: the function has this type.
+    let live = unsafe { libloading::Library::new(&library).unwrap() };
+    // SAFETY: as above.
+    let live = || unsafe { live.get::<unsafe extern "C" fn() -> i32>(b"stand_in_live").unwrap()() };
+    let before = live();
+    drive(&mut gpu);
+    assert_eq!(live(), before, "something was not given back");
+    assert_eq!(gpu.allocate(1 << 50).unwrap_err().to_string(), "cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY");
+}
+
+fn drive(gpu: &mut Gpu) {
+    let (device, pinned) = (gpu.allocate(4096).unwrap(), gpu.pin(4096).unwrap());
+    let (stream, event) = (gpu.create_stream().unwrap(), gpu.create_event().unwrap());
+    // A kernel: the clip factor of √16 with a limit of 1.
+    let routine = flat::clip_scale(DType::F32, DType::F32);
+    let launch = &routine.launches[0];
+    let kernel = gpu.load(launch).unwrap();
+    gpu.pinned(pinned)[..4].copy_from_slice(&16f32.to_le_bytes());
+    let scalars: Vec<u8> = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0].iter().flat_map(|x: &f64| x.to_le_bytes()).collect();
+    gpu.pinned(pinned)[256..256 + 88].copy_from_slice(&scalars);
+    gpu.copy_in(device, pinned, 0, 512, stream).unwrap();
+    gpu.record(event, stream).unwrap();
+    gpu.wait(stream, event).unwrap();
+    let memory = |at: u64, access: Access| Value::Memory { at: device.plus(at), bytes: 256, access };
+    gpu.launch(kernel, launch, &[memory(0, Access::Read), memory(512, Access::Write), memory(256, Access::Read)], stream).unwrap();
+    let read = |gpu: &mut Gpu, at: u64| -> f32 {
+        gpu.copy_out(pinned, 0, device.plus(at), 4, stream).unwrap();
+        gpu.synchronise().unwrap();
+        f32::from_le_bytes(gpu.pinned(pinned)[..4].try_into().unwrap())
+    };
+    assert_eq!(read(gpu, 512), (1.0 / (4.0 + 1e-6)) as f32);
+    // Rows: the second of each pair of bytes.
+    let bytes: Vec<u8> = (0..16).collect();
+    gpu.pinned(pinned)[..16].copy_from_slice(&bytes);
+    gpu.copy_in(device, pinned, 0, 16, stream).unwrap();
+    gpu.zero(device.plus(1024), 8, stream).unwrap();
+    gpu.copy_rows(Rows { from: device.plus(1), from_pitch: 2, to: device.plus(1024), to_pitch: 1, width: 1, rows: 4 }, stream).unwrap();
+    gpu.copy_out(Pinned(pinned.0), 0, device.plus(1024), 8, stream).unwrap();
+    gpu.synchronise().unwrap();
+    assert_eq!(gpu.pinned(pinned)[..8], [1, 3, 5, 7, 0, 0, 0, 0]);
+    // Groups of one rank.
+    assert_eq!(gpu.split(0, None).unwrap(), None);
+    let part = gpu.split(1, Some(&[0])).unwrap().unwrap();
+    let from = |at: u64| Address(device.0 + at);
+    for primitive in [Primitive::AllReduce(Reduction::Sum), Primitive::ReduceScatter(Reduction::Max), Primitive::AllGather] {
+        gpu.exchange(part, Exchange { primitive, elems: 1, dtype: DType::F32, from: from(512), to: from(2048) }, stream).unwrap();
+        assert_eq!(read(gpu, 2048), (1.0 / (4.0 + 1e-6)) as f32);
+        gpu.zero(from(2048), 4, stream).unwrap();
+    }
+    gpu.send(part, 0, device, 4, stream).unwrap();
+    assert_eq!(gpu.send(part, 1, device, 4, stream).unwrap_err().to_string(), "ncclSend: ncclInvalidArgument");
+    gpu.receive(part, 0, device, 4, stream).unwrap();
+    gpu.leave(part).unwrap();
+    let part = gpu.split(2, Some(&[0])).unwrap().unwrap();
+    gpu.abort(part).unwrap();
+    gpu.unload(kernel).unwrap();
+    gpu.destroy_event(event).unwrap();
+    gpu.destroy_stream(stream).unwrap();
+    gpu.unpin(pinned).unwrap();
+    gpu.free(device).unwrap();
+}

@@ -1,0 +1,256 @@
+//! Whole training steps as ranks on GPUs run them, with no GPU: every call of CUDA and NCCL goes to a stand-in that runs the generated kernels on this CPU.
+//!
+//! PyTorch's oracle models on eight ranks (dp 2 · tp 2 · pp 2, ZeRO-1, sequence parallel) in f32 must meet PyTorch's losses and gradient norms, and the weights
+//! of CPU ranks; in bf16 with f32 master weights they must come close. Each call of a step is for one instruction of the program; what was taken is given back, also by
+//! a run in which some call fails; and after that call no other is made.
+
+mod common;
+#[path = "common/explain.rs"]
+mod explain;
+#[path = "common/megatron.rs"]
+mod megatron;
+#[path = "common/recording.rs"]
+mod recording;
+
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::Arc;
+
+use dplan::data::TokenSource;
+use dplan::import::weights::Weights;
+use dplan::import::{self, ImportOptions};
+use dplan::runtime::cuda::load::{Code, load};
+use dplan::runtime::cuda::session::Session as Devices;
+use dplan::runtime::{Batch, Options, Rows, RuntimeError, Session};
+use dplan_ir::dtype::DType;
+use dplan_ir::entity::{ParamId, Table};
+use dplan_ir::grad::differentiate;
+use dplan_ir::graph::Graph;
+use dplan_ir::optimizer::{DecayGroups, Hyper, StepScalars};
+use dplan_ir::program::{Program, Role};
+use dplan_kernels::shim::{self, Library};
+use dplan_planner::lower;
+use explain::explain;
+use megatron::Shape;
+use recording::{Recorder, World};
+
+type Tensors = Table<ParamId, Vec<f64>>;
+
+const SHAPE: Shape = Shape { dp: 2, tp: 2, pp: 2, zero: 1, micro: 2, sequence: true, ..Shape::ONE };
+/// Norms and biases are not pulled, so that the optimizer has stretches.
+const DECAY: DecayGroups = DecayGroups::Matrices;
+
+/// What may differ from PyTorch's f32 run, where that decays what this does.
+struct Tolerance {
+    loss: f64,
+    norm: f64,
+    /// From CPU ranks.
+    weights: f64,
+    steps: u64,
+    decay: DecayGroups,
+}
+
+/// An oracle model, lowered.
+struct Model {
+    name: &'static str,
+    dir: PathBuf,
+    compute: DType,
+    graph: Graph,
+    program: Program,
+    codes: Vec<Code>,
+    expected: serde_json::Value,
+}
+
+impl Model {
+    fn new(shared: &Path, name: &'static str, compute: DType, decay: DecayGroups) -> Model {
+        let dir = shared.join("oracle").join(name);
+        let expected: serde_json::Value = serde_json::from_slice(&std::fs::read(dir.join("expected.json")).unwrap()).unwrap();
+        let mut model = Model { name, dir, compute, graph: Graph::default(), program: Program::default(), codes: Vec::new(), expected };
+        let options = ImportOptions { seq: Some(model.number("/seq") as u64), compute, ..ImportOptions::default() };
+        let mut imported = import::model(&model.dir, &options).unwrap_or_else(|e| panic!("{e}"));
+        imported.graph.set_batch(SHAPE.dp * SHAPE.micro);
+        model.graph = differentiate(&imported.graph).unwrap();
+        let plan = megatron::plan(&model.graph, SHAPE, model.number("/batch") as u64);
+        model.program = lower::lower(&model.graph, &plan).unwrap_or_else(|e| panic!("{e}"));
+        let ranks = model.program.mesh.ranks();
+        let code = |r: u64| load(&model.graph, &model.program, (r / ranks) as usize, r % ranks, decay).unwrap_or_else(|e| panic!("{e}"));
+        model.codes = (0..model.program.ranks()).map(code).collect();
+        model
+    }
+    fn number(&self, path: &str) -> f64 {
+        self.expected.pointer(path).and_then(serde_json::Value::as_f64).unwrap_or_else(|| panic!("{path}"))
+    }
+    /// All kernels of some models as one library, in a folder of its own.
+    fn compile(models: &[Model], test: &str) -> Library {
+        let actions = models.iter().flat_map(|m| &m.codes).flat_map(|c| c.segments.iter().flatten());
+        let launches = actions.flat_map(|(_, action)| action.routines()).flat_map(|r| &r.launches);
+        Library::compile(&common::scratch(&format!("cuda_ranks_{test}")), "kernels", launches).unwrap_or_else(|e| panic!("{e}"))
+    }
+    fn batch(&self, step: u64) -> Arc<Batch> {
+        let (batch, seq) = (self.number("/batch") as u64, self.number("/seq") as u64);
+        let vocab = self.graph.dims.values().find(|d| d.name == "v").unwrap().size;
+        let source = TokenSource::open(&self.dir.join("tokens.json"), vocab, seq, batch).unwrap_or_else(|e| panic!("{e}"));
+        let n = seq as usize;
+        let (mut tokens, mut targets) = (vec![0; n * batch as usize], vec![0; n * batch as usize]);
+        for (row, (t, u)) in tokens.chunks_mut(n).zip(targets.chunks_mut(n)).enumerate() {
+            source.fill(step, row as u64, t, u).unwrap();
+        }
+        Arc::new(Batch { inputs: vec![Rows::Tokens(tokens), Rows::Tokens(targets)] })
+    }
+    fn scalars(&self, step: u64) -> StepScalars {
+        let hyper = Hyper {
+            lr: self.number("/optimizer/lr"),
+            beta1: self.number("/optimizer/betas/0"),
+            beta2: self.number("/optimizer/betas/1"),
+            eps: self.number("/optimizer/eps"),
+            weight_decay: self.number("/optimizer/weight_decay"),
+            momentum: 0.0,
+            clip: self.number("/optimizer/clip_grad_norm"),
+        };
+        StepScalars::new(hyper, step + 1, 1.0 / (self.number("/batch") * self.number("/seq")))
+    }
+    fn weights(&self) -> Tensors {
+        let weights = Weights::open(&self.dir.join("weights.safetensors")).unwrap();
+        self.graph.params.ids().map(|p| weights.param::<f64>(&self.graph, p).unwrap()).collect()
+    }
+    fn devices(&self, world: &Rc<std::cell::RefCell<World>>, decay: DecayGroups) -> Result<Devices<Recorder>, RuntimeError> {
+        let drivers = (0..self.program.ranks()).map(|r| (r, Recorder::new(world, r))).collect();
+        Devices::new(self.graph.clone(), self.program.clone(), drivers, decay)
+    }
+}
+
+/// The oracles that there are to train; none, said aloud, without their files or a C++ compiler.
+fn models(of: &[(&'static str, DType)], decay: DecayGroups) -> Vec<Model> {
+    let Some(shared) = common::shared() else { return Vec::new() };
+    if shim::compiler().is_none() {
+        eprintln!("SKIPPED: no C++ compiler (set CXX, or install g++)");
+        return Vec::new();
+    }
+    of.iter().map(|(name, compute)| Model::new(&shared, name, *compute, decay)).collect()
+}
+
+/// Trains a model on stand-ins, beside CPU ranks.
+fn train(model: &Model, library: Library, within: &Tolerance) -> Library {
+    let name = model.name;
+    let world = World::new(library, model.program.ranks(), 7);
+    let mut devices = model.devices(&world, within.decay).unwrap_or_else(|e| panic!("{e}"));
+    let initial = model.weights();
+    devices.load(Role::Param, |p| initial[p].clone()).unwrap();
+    // The same program on CPU ranks.
+    let options = Options { decay: within.decay, ..Options::default() };
+    let mut session = Session::new(model.graph.clone(), model.program.clone(), &options).unwrap_or_else(|e| panic!("{e}"));
+    session.load(Role::Param, |p| initial[p].clone()).unwrap();
+    for step in 0..within.steps {
+        let (scalars, batch) = (model.scalars(step), model.batch(step));
+        (0..model.program.ranks()).for_each(|rank| drop(world.borrow_mut().take_log(rank)));
+        let result = devices.step(&scalars, &batch).unwrap_or_else(|e| panic!("{e}"));
+        let mut calls = 0;
+        for (rank, code) in model.codes.iter().enumerate() {
+            let log = world.borrow_mut().take_log(rank as u64);
+            calls += log.len();
+            explain(&model.program, code, &log).unwrap_or_else(|e| panic!("{name} rank {rank}: {e}"));
+        }
+        let (want, want_norm) = (model.number(&format!("/loss_per_step/{step}")), model.number(&format!("/grad_norm_before_clip_per_step/{step}")));
+        let (loss, norm) = (result.loss, result.grad_norm.unwrap_or(f64::NAN));
+        println!("{name} {} step {step}: loss {loss} ({want}), norm {norm} ({want_norm}), {calls} calls explained", model.compute);
+        assert!((loss - want).abs() < within.loss, "{name} step {step}: loss {loss} against {want}");
+        assert!((norm / want_norm - 1.0).abs() < within.norm, "{name} step {step}: norm {norm} against {want_norm}");
+        let cpu = session.step(&scalars, &batch).unwrap_or_else(|e| panic!("{e}"));
+        assert!((loss - cpu.loss).abs() < within.loss, "{name} step {step}: loss {loss}, on CPU ranks {}", cpu.loss);
+    }
+    // Where there is a master copy, it is what the optimizer updates.
+    let updated = if model.compute == DType::F32 { Role::Param } else { Role::Master };
+    let (error, tensor) = distance(&model.graph, &devices.gather(updated).unwrap(), &session.params().unwrap());
+    println!("{name} {}: weights within {error:e} of CPU ranks, {} launches", model.compute, world.borrow().launched());
+    assert!(error < within.weights, "{name}: {tensor} is {error:e} from that of CPU ranks");
+    drop(devices);
+    let world = Rc::into_inner(world).expect("nobody else has it").into_inner();
+    assert_eq!(world.leaks(), Vec::<String>::new());
+    assert_eq!(world.after_failure, Vec::new());
+    world.into_library()
+}
+
+/// Largest ‖x − y‖ / ‖y‖ of all tensors, and whose it is.
+fn distance(graph: &Graph, found: &Tensors, expected: &Tensors) -> (f64, String) {
+    let norm = |data: &mut dyn Iterator<Item = f64>| data.map(|x| x * x).sum::<f64>().sqrt();
+    let one = |(p, y): (ParamId, &Vec<f64>)| {
+        let error = norm(&mut found[p].iter().zip(y).map(|(a, b)| a - b)) / norm(&mut y.iter().copied());
+        (error, graph.values[graph.params[p].value].name.clone())
+    };
+    expected.iter().map(one).fold((0.0, String::new()), |worst, at| if at.0 > worst.0 || at.0.is_nan() { at } else { worst })
+}
+
+/// As CPU ranks must, two steps of them.
+const EXACT: Tolerance = Tolerance { loss: 1e-5, norm: 5e-5, weights: 3e-4, steps: 2, decay: DecayGroups::All };
+const CLOSE: Tolerance = Tolerance { loss: 2e-2, norm: 5e-2, weights: 2e-2, steps: 2, decay: DecayGroups::All };
+
+#[test]
+fn oracles_meet_pytorch() {
+    let models = models(&[("gpt2", DType::F32), ("llama", DType::F32), ("llama-tied", DType::F32), ("mixtral", DType::F32)], DecayGroups::All);
+    if !models.is_empty() {
+        let library = Model::compile(&models, "oracles");
+        models.iter().fold(library, |library, model| train(model, library, &EXACT));
+    }
+}
+
+#[test]
+fn llama_in_halves_comes_close_to_pytorch() {
+    let models = models(&[("llama", DType::Bf16)], DecayGroups::All);
+    if let [model] = &models[..] {
+        train(model, Model::compile(&models, "halves"), &CLOSE);
+    }
+}
+
+/// Weight decay that leaves norms and biases out changes them by nothing else: two steps agree with CPU ranks to the last digits that f32 has.
+#[test]
+fn what_decay_does_not_pull_is_left_alone_and_failing_calls_end_a_run() {
+    let models = models(&[("gpt2", DType::F32)], DECAY);
+    let [model] = &models[..] else { return };
+    let library = train(model, Model::compile(&models, "decay"), &Tolerance { decay: DECAY, steps: 1, ..EXACT });
+    failures(model, library);
+}
+
+/// Fails one call after the other, some of those that make ranks ready and some of a step.
+fn failures(model: &Model, mut library: Library) {
+    let (initial, batch, scalars) = (model.weights(), model.batch(0), model.scalars(0));
+    let mut fails = 0;
+    let mut ended = 0;
+    loop {
+        let world = World::new(library, model.program.ranks(), 11);
+        world.borrow_mut().fails = Some(fails);
+        let run = model.devices(&world, DECAY).and_then(|mut devices| {
+            let all = devices.load(Role::Param, |p| initial[p].clone()).and_then(|()| devices.step(&scalars, &batch).map(drop));
+            assert!(all.is_ok() || matches!(devices.step(&scalars, &batch), Err(RuntimeError::Ended)), "a session that failed goes on");
+            all
+        });
+        let world = Rc::into_inner(world).expect("nobody else has it").into_inner();
+        assert_eq!(world.leaks(), Vec::<String>::new(), "call {fails} failed");
+        assert_eq!(world.after_failure, Vec::new(), "call {fails} failed");
+        let done = run.is_ok();
+        ended += u64::from(!done);
+        if done {
+            println!("{} of {} calls failed one at a time: nothing leaked, no call after", ended, world.calls);
+            assert!(ended >= 15, "only {} calls failed", ended);
+            return;
+        }
+        assert!(matches!(run, Err(RuntimeError::Device { .. })), "call {fails}: {run:?}");
+        library = world.into_library();
+        // Closer together among the calls that make ranks ready.
+        fails += 1 + fails / 3;
+    }
+}
+
+#[test]
+fn a_machine_without_cuda_is_told_so() {
+    let dir = common::scratch("no_cuda");
+    let plan = common::small_plan(&dir, "dp=1", 1, "f32");
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_dplan"));
+    let output =
+        command.arg("run").arg(&plan).args(["--device", "cuda", "--steps", "1"]).env("DPLAN_CUDA", "/nowhere/libcuda.so.1").output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(3), "{stderr}");
+    assert!(
+        stderr.contains("CUDA driver was not found") && stderr.contains("/nowhere/libcuda.so.1") && stderr.contains("run on the CPU"),
+        "{stderr}"
+    );
+}

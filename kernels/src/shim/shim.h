@@ -348,6 +348,7 @@ template <class T> inline unsigned char (*exchange(const T& value, const char* w
 }  // namespace dp
 
 #define DP_KERNEL(name) static void name
+#define DP_KERNEL_ALONE(name) DP_KERNEL(name)
 #define DP_ENTRY(symbol, name) \
     extern "C" int symbol(const dp::Launch* launch) { return dp::run(launch, [](const dp::Arg* args) { dp::call(&name, args); }); }
 #define DP_IN(T) dp::Global<const T>

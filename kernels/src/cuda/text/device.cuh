@@ -1,6 +1,8 @@
 // The device side of the prelude: the names that kernels use for what C++ does not have, in CUDA and PTX. `kernels/src/shim/shim.h` has the same
 // names for a CPU. Headerless: nothing is included.
 #define DP_KERNEL(name) extern "C" __global__ void __launch_bounds__(THREADS) name
+// One that may take as many registers as it needs: more threads on a multiprocessor would not pay for what they spill.
+#define DP_KERNEL_ALONE(name) extern "C" __global__ void __launch_bounds__(THREADS, 1) name
 #define DP_IN(T) const T* __restrict__
 #define DP_OUT(T) T* __restrict__
 #define DP_SHARED(T, name, at, count) T* name = reinterpret_cast<T*>(dp_shared_memory + (at))

@@ -1,4 +1,4 @@
-DP_KERNEL(dp_norm_grad_weight)(DP_IN(elem) x, DP_IN(elem) dy, DP_OUT(acc) parts, i64 rows, i64 cols) {
+DP_KERNEL_ALONE(dp_norm_grad_weight)(DP_IN(elem) x, DP_IN(elem) dy, DP_OUT(acc) parts, i64 rows, i64 cols) {
     DP_SHARED(acc, sums, 0, 32);
     i64 group = i64(blockIdx.x) * GROUPS + threadIdx.x / T, groups = i64(gridDim.x) * GROUPS;
     acc dw[E][VEC], db[LAYER ? E : 1][VEC];

@@ -108,6 +108,7 @@ fn check(args: &Args, file: &PlanFile) -> anyhow::Result<()> {
         ("--replay", args.replay > 0),
         ("--rehearse", !args.rehearse.is_empty()),
         ("--save-grads", args.save_grads.is_some()),
+        ("--profile", args.profile.is_some()),
     ];
     for (flag, given) in refused {
         ensure!(!given, "{flag}: not with --device cuda; CPU ranks have it");

@@ -54,9 +54,9 @@ struct Json {
 }
 
 impl Certificate {
-    pub fn new(compiled: &Compiled, batch: u64, pins: &Pins, memory_limit: Option<Bytes>) -> Certificate {
+    pub fn new(compiled: &Compiled, batch: u64, memory_limit: Option<Bytes>) -> Certificate {
         let (objective, lower_bound) = (compiled.objective.0, compiled.statistics.lower_bound);
-        Certificate { batch, pins: pins.clone(), memory_limit, objective, lower_bound, closed: compiled.closed.clone() }
+        Certificate { batch, pins: compiled.pins.clone(), memory_limit, objective, lower_bound, closed: compiled.closed.clone() }
     }
 
     /// Where the certificate of a plan lies: `plan.certificate.json` beside `plan.json`.

@@ -33,6 +33,8 @@ pub struct Json {
     pub intra: Option<LinkJson>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub inter: Option<LinkJson>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host: Option<LinkJson>,
     /// Measured times of collectives inside a node.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub collectives: Vec<CurveJson>,
@@ -145,6 +147,7 @@ pub fn to_json(machine: &Machine) -> Json {
         nodes: machine.nodes,
         intra: link(&machine.intra),
         inter: link(&machine.inter),
+        host: link(&machine.host),
         collectives: machine
             .curves
             .all()
@@ -184,6 +187,7 @@ pub fn from_json(json: Json) -> Result<Machine, ClusterError> {
     let link = |l: LinkJson| Link { latency: Nanos(l.latency_nanoseconds), bandwidth: PerSecond(l.bandwidth_bytes_per_second) };
     machine.intra = json.intra.map_or(machine.intra, link);
     machine.inter = json.inter.map_or(machine.inter, link);
+    machine.host = json.host.map_or(machine.host, link);
     if !json.collectives.is_empty() {
         machine.curves = Arc::new(curves(json.collectives)?);
     }
@@ -231,6 +235,7 @@ fn check(machine: &Machine) -> Result<(), ClusterError> {
         ("device.memory_bytes", d.memory.0),
         ("intra.bandwidth_bytes_per_second", machine.intra.bandwidth.0),
         ("inter.bandwidth_bytes_per_second", machine.inter.bandwidth.0),
+        ("host.bandwidth_bytes_per_second", machine.host.bandwidth.0),
     ];
     for (at, value) in rates {
         if value == 0 || value > MOST {
@@ -248,6 +253,7 @@ fn check(machine: &Machine) -> Result<(), ClusterError> {
         ("device.launch_nanoseconds", d.launch.0),
         ("intra.latency_nanoseconds", machine.intra.latency.0),
         ("inter.latency_nanoseconds", machine.inter.latency.0),
+        ("host.latency_nanoseconds", machine.host.latency.0),
         ("device.matrix_grain", d.matrix_grain),
         ("device.matrix_depth_grain", d.matrix_depth_grain),
     ] {

@@ -49,6 +49,8 @@ pub struct Compiled {
     pub prediction: Prediction,
     pub statistics: Statistics,
     pub closed: Vec<Closed>,
+    /// The space that was searched.
+    pub pins: Pins,
     /// Textbook systems under the same model, each at its best.
     pub baselines: Vec<Baseline>,
 }
@@ -93,7 +95,7 @@ pub fn compile(forward: &Graph, options: &Options<'_>) -> Result<Compiled, Compi
     let baselines = baselines.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     let seq = forward.inputs.first().map_or(1, |&tokens| forward.shape(tokens).into_iter().skip(1).product());
     let file = PlanFile { graph, cluster: options.cluster.clone(), plan: answer.plan, program, seq };
-    Ok(Compiled { file, objective: answer.objective, prediction, statistics: answer.statistics, closed: answer.closed, baselines })
+    Ok(Compiled { file, objective: answer.objective, prediction, statistics: answer.statistics, closed: answer.closed, pins: answer.pins, baselines })
 }
 
 /// The best plan and its costs, not lowered.

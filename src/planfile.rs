@@ -9,7 +9,7 @@ use dplan_ir::grad;
 use dplan_ir::graph::Graph;
 use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
 use dplan_ir::optimizer::Optimizer;
-use dplan_ir::plan::{Clip, Gathered, LayerPlan, Plan, Recompute, Schedule, StagePlan, Zero};
+use dplan_ir::plan::{Clip, Gathered, LayerPlan, Offload, Plan, Recompute, Schedule, StagePlan, Zero};
 use dplan_ir::program::Program;
 use dplan_ir::rule::Assignment;
 use dplan_ir::text;
@@ -82,6 +82,7 @@ struct Choices {
 #[serde(deny_unknown_fields)]
 struct OptionJson {
     zero: u8,
+    offload: String,
     recompute: String,
     gathered: String,
     /// For each forward node: `f=tp0.tp1 s=tp2`, a factor and the axes that split it; empty if replicated.
@@ -118,6 +119,7 @@ impl PlanFile {
                     .iter()
                     .map(|o| OptionJson {
                         zero: o.zero.0,
+                        offload: o.offload.name().into(),
                         recompute: o.recompute.name().into(),
                         gathered: gathered_name(o.gathered).into(),
                         strategy: o.strategy.iter().map(|a| assignment_text(a, &mesh)).collect(),
@@ -184,6 +186,8 @@ impl PlanFile {
             }
             options.push(LayerPlan {
                 zero: Zero(o.zero),
+                offload: Offload::from_name(&o.offload)
+                    .ok_or_else(|| wrong(&at("offload"), format!("`{}`: expected none or optimizer", o.offload)))?,
                 recompute: Recompute::from_name(&o.recompute)
                     .ok_or_else(|| wrong(&at("recompute"), format!("`{}`: expected none, selective or full", o.recompute)))?,
                 gathered: gathered_from(&o.gathered).ok_or_else(|| wrong(&at("gathered"), format!("`{}`: expected keep or again", o.gathered)))?,

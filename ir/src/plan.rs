@@ -45,8 +45,37 @@ impl Schedule {
 }
 
 /// What is sharded over the data-parallel ranks (arXiv:1910.02054): 1 optimizer states, 2 also gradients, 3 also parameters.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub struct Zero(pub u8);
+
+/// Which of a layer's states live in the memory of the host (arXiv:2101.06840).
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+pub enum Offload {
+    #[default]
+    None,
+    /// Master copy and moments: the update copies them in and out.
+    Optimizer,
+}
+
+impl Offload {
+    pub const ALL: [Offload; 2] = [Offload::None, Offload::Optimizer];
+    pub fn name(self) -> &'static str {
+        match self {
+            Offload::None => "none",
+            Offload::Optimizer => "optimizer",
+        }
+    }
+    pub fn from_name(name: &str) -> Option<Offload> {
+        Offload::ALL.into_iter().find(|o| o.name() == name)
+    }
+}
+
+/// Where a layer's parameters, gradients and optimizer states live.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+pub struct States {
+    pub zero: Zero,
+    pub offload: Offload,
+}
 
 /// What the backward pass of a layer computes again.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -86,10 +115,17 @@ pub enum Gathered {
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct LayerPlan {
     pub zero: Zero,
+    pub offload: Offload,
     pub recompute: Recompute,
     pub gathered: Gathered,
     /// Tensor-parallel axes for each forward node of the layer, in graph order. Data axes are not in it: they split every op in one way ([`crate::data`]).
     pub strategy: Vec<Assignment>,
+}
+
+impl LayerPlan {
+    pub fn states(&self) -> States {
+        States { zero: self.zero, offload: self.offload }
+    }
 }
 
 /// A virtual stage: consecutive layers on one group of devices.

@@ -12,6 +12,9 @@
 //! ordered by events alone: `wait e` holds its stream until the latest `record e` issued before it (in issue order, over all streams) has completed;
 //! if none was issued in this step, it does not hold. A step begins when every stream of the rank has finished the step before.
 //!
+//! **Memory spaces.** Addresses run from the device's arena on into the host's: bytes from `arena_bytes` on are in the memory of the host, `host_bytes` of them.
+//! Every instruction works in the device's memory; `copy` alone goes between the two.
+//!
 //! **Communicators.** A collective is met by the *group* of ranks that share its issuer's coordinates outside `axes`, on its stage or on all of
 //! `stages`. Group order: stages in order, then position along `axes`, major axis first; reductions add in that order, starting from the first.
 //! Members issue the collectives of one communicator in one order. `Send` and `Recv` pair ranks of two stages with the same local rank; each ordered pair of stages
@@ -56,6 +59,8 @@ impl Program {
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct StageProgram {
     pub arena_bytes: u64,
+    /// Behind the arena: bytes in the memory of the host.
+    pub host_bytes: u64,
     /// Named parts of the arena, for reports: `states`, `frames`, … In order, without gaps, covering the arena.
     pub regions: Vec<Region>,
     pub buckets: Table<BucketId, Bucket>,
@@ -66,6 +71,16 @@ pub struct StageProgram {
 }
 
 impl StageProgram {
+    /// End of all addresses, the host's included.
+    pub fn end(&self) -> u64 {
+        self.arena_bytes.saturating_add(self.host_bytes)
+    }
+
+    /// Whether a buffer is in the memory of the host.
+    pub fn is_on_host(&self, buffer: BufferId) -> bool {
+        self.host_bytes > 0 && self.buffers[buffer].offset >= self.arena_bytes
+    }
+
     /// Where a role of a bucket lives between steps: the first of its flat buffers, in table order. Other flat buffers of that role hold it for a while
     /// within a step (gathered copies, turns of a ring) or are pieces of the home, in place.
     pub fn home(&self, bucket: BucketId, role: Role) -> Option<BufferId> {
@@ -249,6 +264,8 @@ pub enum Stream {
     Compute,
     /// Collectives over data-parallel ranks, and across stages.
     Comm,
+    /// Copies between the memories of device and host.
+    Copy,
     SendForward,
     RecvForward,
     SendBackward,
@@ -261,9 +278,10 @@ pub enum Stream {
 }
 
 impl Stream {
-    pub const ALL: [Stream; 10] = [
+    pub const ALL: [Stream; 11] = [
         Stream::Compute,
         Stream::Comm,
+        Stream::Copy,
         Stream::SendForward,
         Stream::RecvForward,
         Stream::SendBackward,
@@ -277,6 +295,7 @@ impl Stream {
         match self {
             Stream::Compute => "compute",
             Stream::Comm => "comm",
+            Stream::Copy => "copy",
             Stream::SendForward => "send_forward",
             Stream::RecvForward => "recv_forward",
             Stream::SendBackward => "send_backward",
@@ -289,7 +308,7 @@ impl Stream {
     }
     /// Whether it carries messages between stages.
     pub fn carries_messages(self) -> bool {
-        !matches!(self, Stream::Compute | Stream::Comm)
+        !matches!(self, Stream::Compute | Stream::Comm | Stream::Copy)
     }
     pub fn from_name(name: &str) -> Option<Stream> {
         Stream::ALL.into_iter().find(|s| s.name() == name)
@@ -380,6 +399,11 @@ pub enum Instr {
         dst: BufferId,
     },
     Zero {
+        dst: BufferId,
+    },
+    /// dst ← src, of which one is on the host: a flat buffer, whole or a piece.
+    Copy {
+        src: BufferId,
         dst: BufferId,
     },
     /// dst ← dst + src, elementwise.

@@ -102,12 +102,17 @@ const FATAL: [Damage; 26] = [
     Damage::AddForSet,
 ];
 
+/// All but of copies, which these programs have none of: `planner/tests/damaged.rs` has them.
+fn damages() -> impl Iterator<Item = Damage> {
+    Damage::ALL.into_iter().filter(|d| *d != Damage::DropCopy)
+}
+
 #[test]
 fn what_the_verifier_accepts_of_damaged_programs_is_still_right() {
     let mut caught: BTreeMap<Damage, [u32; 2]> = BTreeMap::new();
     for subject in subjects() {
         let want = trained(&subject, &subject.program, 1).unwrap_or_else(|| panic!("{}: does not train", subject.what));
-        for damage in Damage::ALL {
+        for damage in damages() {
             let mut random = 1u64;
             for _ in 0..8 {
                 random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
@@ -124,7 +129,7 @@ fn what_the_verifier_accepts_of_damaged_programs_is_still_right() {
         }
     }
     println!("{caught:?}");
-    for damage in Damage::ALL {
+    for damage in damages() {
         let [rejected, accepted] = caught.get(&damage).copied().unwrap_or_default();
         assert!(rejected + accepted > 0, "{damage:?} was never applied");
         assert!(accepted == 0 || !FATAL.contains(&damage), "{damage:?} was accepted {accepted} times");

@@ -11,7 +11,7 @@ use crate::problem::Problem;
 use crate::search::{Found, explore};
 use crate::space::divisors;
 use crate::units::Nanos;
-use dplan_ir::plan::Zero;
+use dplan_ir::plan::{States, Zero};
 use dplan_ir::program::Role;
 
 /// One row of the comparison.
@@ -82,7 +82,7 @@ fn served(problem: &Problem, prices: &dyn Prices, found: &Found, servers: u64) -
         let through = |role: Role| prices.message(&mesh, 0, 1, (elems * problem.types.dtype(role).size() * (tuple.dp - 1)).div_ceil(servers)).0;
         let backward = option.backward.0;
         // A server updates more than a worker of ZeRO-1 does, launches included.
-        let updates = [choice.zero, Zero(1)].map(|zero| terms.sync(&option.bytes, zero, home).update());
+        let updates = [choice.states.zero, Zero(1)].map(|zero| terms.sync(&option.bytes, States { zero, ..choice.states }, home).update());
         let update = updates[0].div_ceil(servers).max(updates[1]);
         let end = beside(backward, through(Role::Grad)) - backward + update + through(Role::Param);
         step = step + end - choice.terms(home).end;
@@ -94,7 +94,7 @@ fn served(problem: &Problem, prices: &dyn Prices, found: &Found, servers: u64) -
 fn blocking(problem: &Problem, prices: &dyn Prices, found: &Found) -> u64 {
     let mesh = found.menus.tuple.mesh();
     let terms = Terms { links: prices, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 1 };
-    let late = |l: Layer<'_>| terms.sync(&l.option.bytes, l.choice.zero, l.home).blocking(l.option.backward);
+    let late = |l: Layer<'_>| terms.sync(&l.option.bytes, l.choice.states, l.home).blocking(l.option.backward);
     layers(problem, found).map(late).sum()
 }
 

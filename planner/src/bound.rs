@@ -73,7 +73,7 @@ fn held(problem: &Problem, prices: &dyn Prices, tuple: &Tuple, floors: &[Floor])
         problem.kinds.iter().zip(floors).enumerate().filter(|(_, (_, floor))| tuple.schedule.is_plain() && !floor.trades.is_empty())
     {
         let bytes = LayerBytes { buckets: floor.buckets.clone(), ..LayerBytes::default() };
-        let syncs: Vec<LayerSync> = kind.zeros(tuple).map(|zero| terms.sync(&bytes, zero, Home::Together)).collect();
+        let syncs: Vec<LayerSync> = kind.states(tuple).map(|states| terms.sync(&bytes, states, Home::Together)).collect();
         let count = problem.layers.iter().filter(|&&k| k == at).count();
         let layers = Layers { trades: &floor.trades, part: floor.part, syncs: &syncs, count };
         match layers.slowest((0..tuple.pp).map(|s| tuple.in_flight(s)), problem.budget) {

@@ -12,7 +12,7 @@ use crate::prices::{Floor, Links, Prices, Reference, scaled};
 use crate::problem::{Kind, Problem};
 use crate::search::{Closed, How, trend_batches};
 use crate::space::{MOST_TP, Tuple, least_block, searched};
-use dplan_ir::plan::{Schedule, Zero};
+use dplan_ir::plan::{Schedule, States, Zero};
 use dplan_ir::sharding::Sharding;
 use std::collections::BTreeSet;
 use std::rc::Rc;
@@ -255,7 +255,9 @@ fn holds(problem: &Problem, prices: &dyn Prices, tuple: &Tuple, (kind, floor): (
     let (mesh, links, in_flight): (_, &dyn Links, _) = (tuple.mesh(), prices, tuple.in_flight(stage));
     let terms = Terms { links, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 1 };
     let bytes = LayerBytes { buckets: floor.buckets.clone(), ..LayerBytes::default() };
-    let syncs: Vec<_> = kind.zero.iter().filter(|z| tuple.dp * tuple.cp > 1 || z.0 == 0).map(|&z| terms.sync(&bytes, z, Home::Together)).collect();
+    let zeros = kind.zero.iter().filter(|z| tuple.dp * tuple.cp > 1 || z.0 == 0);
+    let states = zeros.flat_map(|&zero| kind.offload.iter().map(move |&offload| States { zero, offload }));
+    let syncs: Vec<_> = states.map(|states| terms.sync(&bytes, states, Home::Together)).collect();
     let fits = |n: u64, trade: &Trade| {
         let Some(free) = problem.budget.checked_sub(scaled(trade.workspace(), floor.part)) else { return false };
         let way = |sync: &LayerSync, &(frame, time): &(u64, u64)| {
@@ -297,9 +299,10 @@ pub(crate) fn weights(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple)
             if parted && half.is_none() {
                 continue;
             }
-            for &zero in kind.zero.iter().filter(|z| z.0 == 0 || tuple.dp * tuple.cp > 1 && !(parted && z.0 > 1)) {
+            let zeros = kind.zero.iter().filter(|z| z.0 == 0 || tuple.dp * tuple.cp > 1 && !(parted && z.0 > 1));
+            for (&zero, &offload) in zeros.flat_map(|zero| kind.offload.iter().map(move |offload| (zero, offload))) {
                 let shares = Home::ALL.map(|home| {
-                    let sync = terms.sync(&offer.option.bytes, zero, home);
+                    let sync = terms.sync(&offer.option.bytes, States { zero, offload }, home);
                     let of = match half {
                         Some(half) => sync.parted(offer.option.forward, half.input, half.weight),
                         None => sync.terms(offer.option.forward, offer.option.backward),

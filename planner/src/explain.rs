@@ -13,7 +13,7 @@ use crate::space::Tuple;
 use crate::stages::Stages;
 use crate::units::{Bytes, Nanos};
 use dplan_ir::pipeline::Slots;
-use dplan_ir::plan::{LayerPlan, Plan, Zero};
+use dplan_ir::plan::{LayerPlan, Plan, States};
 
 /// Neighbouring layers that are alike, on one stage, and run alike.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -112,7 +112,7 @@ impl View<'_> {
         let kind = self.problem.layers[layer];
         let chosen = self.choice(layer, None);
         let terms = chosen.terms(self.home(layer));
-        let tie = |c: &Choice| self.menus.offers[kind][c.offer as usize].tie.as_ref().map(|sharding| (sharding, c.zero));
+        let tie = |c: &Choice| self.menus.offers[kind][c.offer as usize].tie.as_ref().map(|sharding| (sharding, c.states.zero));
         let now = self.step(None);
         let (mut next, mut denied): (Option<Alternative>, Option<Alternative>) = (None, None);
         for (other, at) in self.menus.choices[kind].iter().zip(0..) {
@@ -158,12 +158,12 @@ impl View<'_> {
     /// Bytes of a stage's arena with one layer changed.
     fn arena(&self, stage: usize, instead: Option<(usize, u32)>) -> u64 {
         let pipeline = self.plan.pipeline();
-        let (stage, mut layers): (u64, Vec<(&LayerBytes, Zero, Slots)>) = (stage as u64, Vec::new());
+        let (stage, mut layers): (u64, Vec<(&LayerBytes, States, Slots)>) = (stage as u64, Vec::new());
         for (c, &slots) in pipeline.virtual_stages_of(stage).zip(&self.menus.slots[stage as usize]) {
             let cut = &self.plan.stages[c as usize];
             layers.extend((cut.first as usize..=cut.last as usize).map(|layer| {
                 let (kind, choice) = (self.problem.layers[layer], self.index(layer, instead));
-                (self.menus.bytes(kind, choice), self.menus.choices[kind][choice as usize].zero, slots)
+                (self.menus.bytes(kind, choice), self.menus.choices[kind][choice as usize].states, slots)
             }));
         }
         let at = StagePosition { pipeline, stage, boundary: self.menus.boundary };

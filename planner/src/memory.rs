@@ -3,15 +3,17 @@
 //!
 //! ```text
 //! arena = scalars + Σ_buckets state(zero) + Σ_layers (frames · frame + held · held) + boundary + max_layers workspace + 2 · max_layers ring(zero)
+//! host  = Σ_buckets offloaded state(zero)
 //! ```
 //! over the layers of all virtual stages of the stage; `frames` and `held` are those of a layer's virtual stage ([`Slots`]).
 //! - *state*: parameters, master copy (16-bit compute types only), gradients, moments; each whole or one piece for each rank along data axes that do not shard the parameter, by ZeRO stage;
+//!   where the optimizer is offloaded, master copy and moments are in the memory of the host instead;
 //! - *frame* of a layer: its input and everything its backward pass reads (with full recompute: its input alone), one per micro-batch in flight;
 //! - *held* by a layer where backward passes come in halves: its cotangent and whatever else the weight half finds of the input half;
 //! - *workspace*: all other values of one layer, forward and backward, side by side (and with full recompute, what is computed again), and scratch; rounded up
 //!   to one of eight sizes in an octave ([`workspace_region`]), so that a search has few sizes to tell apart;
 //! - *ring*: two turns of gathered parameters (ZeRO 3) and of gradients before they are scattered (ZeRO 2 and 3), so that the next layer's gather
-//!   and the last layer's scatter overlap this layer's compute;
+//!   and the last layer's scatter overlap this layer's compute; in the update, two turns of a bucket's offloaded states, so that copies in and out overlap it;
 //! - *boundary*: cotangents handed from layer to layer, and send and receive buffers between stages.
 //!
 //! Every single item is rounded up to [`align`].
@@ -20,7 +22,7 @@ use dplan_ir::dtype::DType;
 use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::pipeline::{Pipeline, Slots};
-use dplan_ir::plan::Zero;
+use dplan_ir::plan::{Offload, States, Zero};
 use dplan_ir::program::{Role, align};
 
 /// Bucket pieces are a multiple of this many elements, so that each is aligned in every element type.
@@ -99,23 +101,40 @@ pub fn in_pieces(role: Role, zero: Zero) -> bool {
     }
 }
 
+/// Whether a role lives in the memory of the host.
+pub fn is_offloaded(role: Role, offload: Offload) -> bool {
+    match (offload, role) {
+        (Offload::None, _) | (Offload::Optimizer, Role::Param | Role::Grad) => false,
+        (Offload::Optimizer, Role::Master | Role::Moment1 | Role::Moment2) => true,
+    }
+}
+
 /// Elements of a bucket, padded so that it cuts into `ways` equal aligned pieces.
 pub fn bucket_elems(elems: u64, ways: u64) -> u64 {
     elems.next_multiple_of(ways * PIECE_ELEMS)
 }
 
-/// Persistent bytes of a bucket on one rank, shared by so many.
-pub fn state_bytes(elems: u64, ways: u64, zero: Zero, types: StateTypes) -> u64 {
+/// Persistent bytes of a role of a bucket on one rank, shared by so many.
+pub fn role_bytes(role: Role, elems: u64, ways: u64, zero: Zero, types: StateTypes) -> u64 {
     let whole = bucket_elems(elems, ways);
-    types.roles().into_iter().map(|role| align(types.dtype(role).size() * if in_pieces(role, zero) { whole / ways } else { whole })).sum()
+    types.dtype(role).size() * if in_pieces(role, zero) { whole / ways } else { whole }
 }
 
-/// Bytes of one turn of the ring for a layer: whole parameters at ZeRO 3, whole gradients at ZeRO 2 and 3.
-pub fn ring_bytes(layer: &LayerBytes, mesh: &Mesh, zero: Zero, types: StateTypes) -> u64 {
+/// Persistent bytes of a bucket on one rank, in the memory of the device and in that of the host.
+pub fn state_bytes(elems: u64, ways: u64, states: States, types: StateTypes) -> (u64, u64) {
+    let (host, device): (Vec<Role>, Vec<Role>) = types.roles().into_iter().partition(|&role| is_offloaded(role, states.offload));
+    let sum = |roles: Vec<Role>| roles.into_iter().map(|role| align(role_bytes(role, elems, ways, states.zero, types))).sum();
+    (sum(device), sum(host))
+}
+
+/// Bytes of one turn of the ring for a layer: whole parameters at ZeRO 3 and whole gradients at ZeRO 2 and 3, or one bucket's offloaded states.
+pub fn ring_bytes(layer: &LayerBytes, mesh: &Mesh, states: States, types: StateTypes) -> u64 {
     // One rank holds everything anyway.
     let shared = || layer.buckets.iter().map(|b| (b.elems, b.ways(mesh))).filter(|b| b.1 > 1);
     let whole = |role| shared().map(|(elems, ways)| align(bucket_elems(elems, ways) * types.dtype(role).size())).sum::<u64>();
-    [Role::Param, Role::Grad].into_iter().filter(|&r| in_pieces(r, zero)).map(whole).sum()
+    let gathered: u64 = [Role::Param, Role::Grad].into_iter().filter(|&r| in_pieces(r, states.zero)).map(whole).sum();
+    let staged = layer.buckets.iter().map(|b| state_bytes(b.elems, b.ways(mesh), states, types).1).max();
+    gathered.max(staged.unwrap_or(0))
 }
 
 /// Buffers between layers and stages: two cotangents handed down layer by layer, and two turns of each message a virtual stage sends or receives (what it receives
@@ -155,6 +174,8 @@ pub struct Arena {
     pub boundary: u64,
     pub workspace: u64,
     pub ring: u64,
+    /// Not in the arena: in the memory of the host.
+    pub host: u64,
 }
 
 impl Arena {
@@ -173,13 +194,14 @@ pub struct StagePosition {
 }
 
 /// The arena of a stage that runs `layers`, each with what its virtual stage keeps.
-pub fn arena(layers: &[(&LayerBytes, Zero, Slots)], mesh: &Mesh, types: StateTypes, at: StagePosition) -> Arena {
+pub fn arena(layers: &[(&LayerBytes, States, Slots)], mesh: &Mesh, types: StateTypes, at: StagePosition) -> Arena {
     let mut tied_seen = false;
-    let mut states = 0;
-    for (layer, zero, _) in layers {
+    let (mut states, mut host) = (0, 0);
+    for (layer, of, _) in layers {
         for bucket in &layer.buckets {
             if !(bucket.tied && tied_seen) {
-                states += state_bytes(bucket.elems, bucket.ways(mesh), *zero, types);
+                let (on_device, on_host) = state_bytes(bucket.elems, bucket.ways(mesh), *of, types);
+                (states, host) = (states + on_device, host + on_host);
             }
             tied_seen |= bucket.tied;
         }
@@ -190,6 +212,7 @@ pub fn arena(layers: &[(&LayerBytes, Zero, Slots)], mesh: &Mesh, types: StateTyp
         frames: layers.iter().map(|(l, _, slots)| slots.frames * l.frame + slots.held * l.held).sum(),
         boundary: boundary_bytes(at.boundary, &at.pipeline, at.stage),
         workspace: workspace_region(layers.iter().map(|(l, ..)| l.workspace).max().unwrap_or(0)),
-        ring: 2 * layers.iter().map(|&(l, z, _)| ring_bytes(l, mesh, z, types)).max().unwrap_or(0),
+        ring: 2 * layers.iter().map(|&(l, of, _)| ring_bytes(l, mesh, of, types)).max().unwrap_or(0),
+        host,
     }
 }

@@ -7,7 +7,7 @@ use crate::prices::{Links, Offer, Prices};
 use crate::problem::{Kind, Problem};
 use crate::space::Tuple;
 use dplan_ir::pipeline::Slots;
-use dplan_ir::plan::Zero;
+use dplan_ir::plan::{States, Zero};
 use dplan_ir::sharding::Sharding;
 use std::rc::Rc;
 
@@ -16,7 +16,7 @@ use std::rc::Rc;
 pub struct Choice {
     /// Which offer of the layer's class.
     pub offer: u32,
-    pub zero: Zero,
+    pub states: States,
     /// By [`Home`]; all alike in a layer without tied parameters.
     terms: [LayerTerms; 3],
     /// What they add to the objective.
@@ -97,7 +97,7 @@ impl Menus {
         let messages = (0..pipeline.all_virtual() - 1).map(message).collect();
         let mut choices = Vec::new();
         for ((kind, offers), halves) in problem.kinds.iter().zip(&offers).zip(&halves) {
-            let zeros: Vec<Zero> = kind.zeros(&tuple).collect();
+            let all: Vec<States> = kind.states(&tuple).collect();
             // Many options have the same buckets.
             let mut syncs: Vec<(&Offer, Vec<[LayerSync; 3]>)> = Vec::new();
             let mut menu = Vec::new();
@@ -107,15 +107,15 @@ impl Menus {
                 }
                 let bytes = &offer.option.bytes;
                 let known = syncs.iter().position(|(o, _)| o.option.bytes.buckets == bytes.buckets).unwrap_or_else(|| {
-                    let by_zero = zeros.iter().map(|&zero| {
-                        let together = terms.sync(bytes, zero, Home::Together);
-                        let of = |home| if bytes.buckets.iter().any(|b| b.tied) { terms.sync(bytes, zero, home) } else { together };
+                    let by_states = all.iter().map(|&states| {
+                        let together = terms.sync(bytes, states, Home::Together);
+                        let of = |home| if bytes.buckets.iter().any(|b| b.tied) { terms.sync(bytes, states, home) } else { together };
                         [together, of(Home::Repeated), of(Home::Apart)]
                     });
-                    syncs.push((offer, by_zero.collect()));
+                    syncs.push((offer, by_states.collect()));
                     syncs.len() - 1
                 });
-                for (&zero, sync) in zeros.iter().zip(&syncs[known].1) {
+                for (&states, sync) in all.iter().zip(&syncs[known].1) {
                     let halves = halves.get(index as usize);
                     let terms = sync.map(|s| match halves {
                         Some(halves) => s.parted(offer.option.forward, halves.input, halves.weight),
@@ -124,7 +124,7 @@ impl Menus {
                     let shares = terms.map(|t| share(&pipeline, &t));
                     let bytes = halves.map_or(bytes, |h| &h.bytes);
                     let workspace = workspace_region(bytes.workspace);
-                    menu.push(Choice { offer: index, zero, terms, shares, frame: bytes.frame, held: bytes.held, workspace });
+                    menu.push(Choice { offer: index, states, terms, shares, frame: bytes.frame, held: bytes.held, workspace });
                 }
             }
             if menu.is_empty() {
@@ -166,7 +166,7 @@ impl Menus {
     pub fn by_tie(&self) -> Vec<Menus> {
         let homes: Vec<usize> = (0..self.tied.len()).filter(|&k| self.tied[k]).collect();
         let Some(&first) = homes.first() else { return vec![self.clone()] };
-        let tie = |kind: usize, choice: &Choice| self.offers[kind][choice.offer as usize].tie.clone().map(|sharding| (sharding, choice.zero));
+        let tie = |kind: usize, choice: &Choice| self.offers[kind][choice.offer as usize].tie.clone().map(|sharding| (sharding, choice.states.zero));
         let mut ties: Vec<Tie> = self.choices[first].iter().filter_map(|c| tie(first, c)).collect();
         ties.sort();
         ties.dedup();

@@ -19,7 +19,7 @@ use crate::units::{Bytes, Nanos};
 use dplan_ir::entity::ValueId;
 use dplan_ir::graph::{Graph, Layout};
 use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
-use dplan_ir::plan::{Recompute, Zero};
+use dplan_ir::plan::{Recompute, States};
 use dplan_ir::program::Pattern;
 use dplan_ir::sharding::{Padded, local_type};
 use std::collections::BTreeMap;
@@ -126,6 +126,9 @@ impl Links for Model<'_> {
     fn sweep(&self, bytes: u64) -> Nanos {
         self.machine.sweep(bytes)
     }
+    fn host_copy(&self, bytes: u64) -> Nanos {
+        self.machine.host_copy(bytes)
+    }
 }
 
 impl Prices for Model<'_> {
@@ -168,9 +171,9 @@ impl Prices for Model<'_> {
         }
         let offers = self.offers(class, shape);
         let layer = self.classes.iter().position(|&c| c == class).unwrap_or(0) as u32;
-        let lowered = pricing
-            .sharder(BackwardPass::Parted)
-            .and_then(|sharder| offers.iter().map(|o| pricing.halves(&sharder, layer, &o.option.plan(Zero(0)))).collect::<Result<Vec<_>, _>>());
+        let lowered = pricing.sharder(BackwardPass::Parted).and_then(|sharder| {
+            offers.iter().map(|o| pricing.halves(&sharder, layer, &o.option.plan(States::default()))).collect::<Result<Vec<_>, _>>()
+        });
         // What is offered can be lowered; if not, it cannot run in halves.
         let halves: Rc<[Halves]> = lowered.unwrap_or_default().into();
         self.halves.insert(key, Rc::clone(&halves));

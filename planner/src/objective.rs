@@ -34,6 +34,9 @@
 //! e = rest(G/dp) + (update ∥ gather(P))                                ZeRO 2
 //! e = rest(G/dp) + update                                              ZeRO 3
 //! ```
+//! Where the optimizer is offloaded, its states are copied in and out beside the update, one after another, and with the gather if there is one:
+//! `update ∥ copy` for `update`, `update ∥ (gather(P) + copy)` for `update ∥ gather(P)`.
+//!
 //! A parted backward pass hides the reduction beside its weight half alone: `w` stands in the place of `b` in `e`. It has ZeRO 0 or 1.
 //!
 //! `rest` sums what tensor parallelism left partial; `update` streams gradients, states and parameters through memory, once more for the norm.
@@ -43,12 +46,12 @@
 //! A parameter tied over several layers is synchronised and updated once in a stage. If its homes are on several stages, its gradient is summed over these
 //! when all passes are done, beside nothing (at ZeRO 0 the whole sum is done then).
 
-use crate::memory::{BucketSize, LayerBytes, StateTypes, bucket_elems, in_pieces, ring_bytes, state_bytes};
+use crate::memory::{BucketSize, LayerBytes, StateTypes, bucket_elems, in_pieces, is_offloaded, ring_bytes, role_bytes, state_bytes};
 use crate::prices::Links;
 use crate::units::Nanos;
 use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::pipeline::Pipeline;
-use dplan_ir::plan::{Clip, Schedule, Zero};
+use dplan_ir::plan::{Clip, Schedule, States, Zero};
 use dplan_ir::program::{Pattern, Role};
 
 /// Part of hidden traffic that still costs time: copies and reductions of a collective take memory bandwidth and cores from the compute they overlap.
@@ -189,10 +192,12 @@ struct Sync {
     /// Adding a scattered piece to the gradients.
     add: u64,
     update: u64,
+    /// Offloaded states to the device and back.
+    copy: u64,
 }
 
 impl Sync {
-    const NONE: Sync = Sync { gather: 0, reduce: 0, rest: 0, late: 0, add: 0, update: 0 };
+    const NONE: Sync = Sync { gather: 0, reduce: 0, rest: 0, late: 0, add: 0, update: 0, copy: 0 };
 }
 
 impl LayerSync {
@@ -219,14 +224,23 @@ impl LayerSync {
 
     /// The end of a step, reductions hidden beside what the last backward pass computes.
     fn end(&self, b: u64) -> u64 {
+        self.end_with(b, self.once.copy)
+    }
+
+    fn end_with(&self, b: u64, copy: u64) -> u64 {
         let once = &self.once;
         let end = match self.zero.0 {
-            0 => beside(b, once.reduce) - b + once.update,
-            1 => beside(b, once.reduce + once.rest) - b + beside(once.update, once.gather),
-            2 => once.rest + beside(once.update, once.gather),
-            _ => once.rest + once.update,
+            0 => beside(b, once.reduce) - b + beside(once.update, copy),
+            1 => beside(b, once.reduce + once.rest) - b + beside(once.update, once.gather + copy),
+            2 => once.rest + beside(once.update, once.gather + copy),
+            _ => once.rest + beside(once.update, copy),
         };
         end + once.late
+    }
+
+    /// Nanoseconds by which offloading makes the end of the step longer.
+    pub fn offload(&self) -> u64 {
+        self.end_with(0, self.once.copy) - self.end_with(0, 0)
     }
 
     /// The least time of a micro-batch whose passes take so long together: `x ∥ y + x' ∥ y' ≥ (x + x') ∥ (y + y')`, and `b ∥ y ≥ b + 20 % · y`.
@@ -239,7 +253,7 @@ impl LayerSync {
         }
     }
 
-    /// Bytes of parameters, gradients and optimizer states.
+    /// Bytes of parameters, gradients and optimizer states that are not offloaded.
     pub fn states(&self) -> u64 {
         self.states
     }
@@ -258,20 +272,21 @@ impl LayerSync {
 
 impl Terms<'_> {
     /// What does not depend on how long a layer computes.
-    pub fn sync(&self, bytes: &LayerBytes, zero: Zero, home: Home) -> LayerSync {
+    pub fn sync(&self, bytes: &LayerBytes, states: States, home: Home) -> LayerSync {
         // Every use of a tied parameter has its per-micro-batch traffic; the end of the step and the states come once in a stage.
         let counted = |bucket: &&BucketSize| home != Home::Repeated || !bucket.tied;
         LayerSync {
-            zero,
-            every: bytes.buckets.iter().fold(Sync::default(), |sum, bucket| self.bucket(sum, bucket, zero, home)),
-            once: bytes.buckets.iter().filter(counted).fold(Sync::default(), |sum, bucket| self.bucket(sum, bucket, zero, home)),
-            states: bytes.buckets.iter().filter(counted).map(|b| state_bytes(b.elems, b.ways(self.mesh), zero, self.types)).sum(),
-            ring: 2 * ring_bytes(bytes, self.mesh, zero, self.types),
+            zero: states.zero,
+            every: bytes.buckets.iter().fold(Sync::default(), |sum, bucket| self.bucket(sum, bucket, states, home)),
+            once: bytes.buckets.iter().filter(counted).fold(Sync::default(), |sum, bucket| self.bucket(sum, bucket, states, home)),
+            states: bytes.buckets.iter().filter(counted).map(|b| state_bytes(b.elems, b.ways(self.mesh), states, self.types).0).sum(),
+            ring: 2 * ring_bytes(bytes, self.mesh, states, self.types),
         }
     }
 
     /// Adds a bucket's traffic to a sum.
-    fn bucket(&self, sum: Sync, bucket: &BucketSize, zero: Zero, home: Home) -> Sync {
+    fn bucket(&self, sum: Sync, bucket: &BucketSize, states: States, home: Home) -> Sync {
+        let zero = states.zero;
         let data = bucket.data(self.mesh);
         let ways = self.mesh.size(data);
         let whole = bucket_elems(bucket.elems, ways);
@@ -298,8 +313,15 @@ impl Terms<'_> {
             rest: sum.rest + rest,
             late: sum.late + late,
             add: sum.add + add,
+            copy: sum.copy + self.copies(bucket, states),
             update: sum.update + self.links.sweep(self.update_bytes(bucket, zero) + clear).0,
         }
+    }
+
+    /// Time of copying a bucket's offloaded states in and out.
+    fn copies(&self, bucket: &BucketSize, states: States) -> u64 {
+        let offloaded = self.types.roles().into_iter().filter(|&role| is_offloaded(role, states.offload));
+        offloaded.map(|role| 2 * self.links.host_copy(role_bytes(role, bucket.elems, bucket.ways(self.mesh), states.zero, self.types)).0).sum()
     }
 
     /// Bytes read and written by the update of a bucket on one rank: gradients once (twice with a norm), every state read and written, and the

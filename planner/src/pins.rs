@@ -1,9 +1,9 @@
 //! Pins: what the user has decided already, `dp=2,tp=1+2,zero@0-11=3`.
 //!
-//! `key=value,…`; values of one key joined by `+` are all allowed; `zero` and `recompute` may be for a range of layers, and then rule there alone.
+//! `key=value,…`; values of one key joined by `+` are all allowed; `zero`, `offload` and `recompute` may be for a range of layers, and then rule there alone.
 
 use crate::machine::nearest;
-use dplan_ir::plan::{Recompute, Schedule, Zero};
+use dplan_ir::plan::{Offload, Recompute, Schedule, Zero};
 use std::fmt;
 
 /// What is wrong with a pin.
@@ -17,7 +17,7 @@ pub enum PinError {
     Value { pin: String, value: String, expected: &'static str },
     #[error("pin `{0}`: not supported yet")]
     NotYet(String),
-    #[error("pin `{pin}`: only `zero` and `recompute` may be pinned for a range of layers")]
+    #[error("pin `{pin}`: only `zero`, `offload` and `recompute` may be pinned for a range of layers")]
     Range { pin: String },
     #[error("pins `{first}` and `{second}` contradict each other")]
     Twice { first: String, second: String },
@@ -93,6 +93,7 @@ pub struct Pins {
     /// Whether tensor-parallel axes shard the sequences of layer boundaries, dim 1 (`sp`).
     pub boundary: Allowed<bool>,
     pub zero: PerLayer<Zero>,
+    pub offload: PerLayer<Offload>,
     pub recompute: PerLayer<Recompute>,
 }
 
@@ -115,7 +116,7 @@ impl Pins {
                 return Err(PinError::Twice { first: (*first).into(), second: pin.into() });
             }
             seen.push((head, pin));
-            if range.is_some() && !matches!(key, "zero" | "recompute") {
+            if range.is_some() && !matches!(key, "zero" | "offload" | "recompute") {
                 return Err(PinError::Range { pin: pin.into() });
             }
             match key {
@@ -130,8 +131,8 @@ impl Pins {
                 "sp" => pins.boundary = Allowed::only(list(pin, values, on_off)?),
                 "zero" => pins.zero.pin(range, list(pin, values, zero)?),
                 "recompute" => pins.recompute.pin(range, list(pin, values, recompute)?),
+                "offload" => pins.offload.pin(range, list(pin, values, offload)?),
                 "etp" if values == "1" => {}
-                "offload" if values == "none" => {}
                 _ if KEYS.contains(&key) => return Err(PinError::NotYet(pin.into())),
                 _ => {
                     let near = nearest(key, KEYS).unwrap_or_default().into();
@@ -149,8 +150,9 @@ impl Pins {
     /// The first range that ends behind the last layer.
     pub fn check_layers(&self, layers: u32) -> Result<(), PinError> {
         let zero = self.zero.ranges.iter().map(|(a, b, _)| ("zero", *a, *b));
+        let offload = self.offload.ranges.iter().map(|(a, b, _)| ("offload", *a, *b));
         let recompute = self.recompute.ranges.iter().map(|(a, b, _)| ("recompute", *a, *b));
-        match zero.chain(recompute).find(|&(_, _, last)| last >= layers) {
+        match zero.chain(offload).chain(recompute).find(|&(_, _, last)| last >= layers) {
             Some((key, first, last)) => Err(PinError::Layers { pin: format!("{key}@{first}-{last}"), last, most: layers.saturating_sub(1) }),
             None => Ok(()),
         }
@@ -159,7 +161,7 @@ impl Pins {
     /// The keys that are pinned, and these pins without each of them.
     pub fn relaxations(&self) -> Vec<(&'static str, Pins)> {
         type Relax = fn(&mut Pins);
-        let keys: [(&'static str, bool, Relax); 11] = [
+        let keys: [(&'static str, bool, Relax); 12] = [
             ("dp", self.dp.is_pinned(), |p| p.dp = Allowed::ANY),
             ("tp", self.tp.is_pinned(), |p| p.tp = Allowed::ANY),
             ("pp", self.pp.is_pinned(), |p| p.pp = Allowed::ANY),
@@ -170,6 +172,7 @@ impl Pins {
             ("virtual", self.virtual_stages.is_pinned(), |p| p.virtual_stages = Allowed::ANY),
             ("sp", self.boundary.is_pinned(), |p| p.boundary = Allowed::ANY),
             ("zero", self.zero.is_pinned(), |p| p.zero = PerLayer::default()),
+            ("offload", self.offload.is_pinned(), |p| p.offload = PerLayer::default()),
             ("recompute", self.recompute.is_pinned(), |p| p.recompute = PerLayer::default()),
         ];
         let relaxed = |relax: Relax| {
@@ -189,7 +192,9 @@ impl Pins {
                 a.0 <= b.1 && b.0 <= a.1 && !a.2.iter().any(|v| b.2.contains(v))
             })
         }
-        for (key, found) in [("zero@", clash(&self.zero.ranges)), ("recompute@", clash(&self.recompute.ranges))] {
+        for (key, found) in
+            [("zero@", clash(&self.zero.ranges)), ("offload@", clash(&self.offload.ranges)), ("recompute@", clash(&self.recompute.ranges))]
+        {
             if let Some((i, j)) = found {
                 let mut pins: Vec<&str> = seen.iter().filter(|(h, _)| h.starts_with(key)).map(|(_, p)| *p).collect();
                 pins.dedup();
@@ -228,6 +233,9 @@ impl fmt::Display for Pins {
         );
         parts.extend(self.zero.everywhere.values().map(|v| format!("zero={}", zeros(v))));
         parts.extend(self.zero.ranges.iter().map(|(a, b, v)| format!("zero@{a}-{b}={}", zeros(v))));
+        let offloads = |v: &[Offload]| join(v.iter().map(|&o| o.name().to_string()).collect());
+        parts.extend(self.offload.everywhere.values().map(|v| format!("offload={}", offloads(v))));
+        parts.extend(self.offload.ranges.iter().map(|(a, b, v)| format!("offload@{a}-{b}={}", offloads(v))));
         parts.extend(self.recompute.everywhere.values().map(|v| format!("recompute={}", recomputes(v))));
         parts.extend(self.recompute.ranges.iter().map(|(a, b, v)| format!("recompute@{a}-{b}={}", recomputes(v))));
         f.write_str(&parts.join(","))
@@ -267,6 +275,15 @@ fn recompute(value: &str) -> Option<Parsed<Recompute>> {
     Some(Recompute::from_name(value).ok_or("`none`, `selective` or `full`"))
 }
 
+/// Values that are planned for are known, and not supported yet.
+fn offload(value: &str) -> Option<Parsed<Offload>> {
+    match Offload::from_name(value) {
+        Some(offload) => Some(Ok(offload)),
+        None if matches!(value, "gradients" | "parameters" | "activations") => None,
+        None => Some(Err("`none` or `optimizer`")),
+    }
+}
+
 fn on_off(value: &str) -> Option<Parsed<bool>> {
     match value {
         "on" | "1" => Some(Ok(true)),
@@ -294,11 +311,11 @@ mod tests {
             "",
             "dp=2,tp=1+2,pp=4,cp=1+2,ep=2,micro=1",
             "schedule=gpipe+1f1b+zb-v,virtual=1+2,sp=off",
-            "zero=0+1,zero@0-11=3,recompute=none,recompute@4-4=selective+full",
+            "zero=0+1,zero@0-11=3,offload=none+optimizer,offload@2-3=none,recompute=none,recompute@4-4=selective+full",
         ] {
             assert_eq!(Pins::parse(text).unwrap().to_string(), text);
         }
-        assert_eq!(Pins::parse(" tp=2 , etp=1,offload=none, virtual=1").unwrap().to_string(), "tp=2,virtual=1");
+        assert_eq!(Pins::parse(" tp=2 , etp=1, virtual=1").unwrap().to_string(), "tp=2,virtual=1");
     }
 
     #[test]
@@ -317,11 +334,12 @@ mod tests {
             ("tp=two", "`two` is not a positive whole number"),
             ("zero=4", "ZeRO stage, 0 to 3"),
             ("zero@5-2=1", "`5-2` is not a range of layers"),
-            ("tp@0-3=2", "only `zero` and `recompute`"),
+            ("tp@0-3=2", "only `zero`, `offload` and `recompute`"),
             ("tp=2,tp=4", "pins `tp=2` and `tp=4` contradict"),
             ("zero@0-3=1,zero@2-5=3", "pins `zero@0-3=1` and `zero@2-5=3` contradict"),
             ("cp=0", "`0` is not a positive whole number"),
-            ("offload=optimizer", "not supported yet"),
+            ("offload=activations", "not supported yet"),
+            ("offload=everything", "`none` or `optimizer`"),
             ("schedule=pipedream", "not supported yet"),
             ("schedule=fast", "gpipe, 1f1b, interleaved, zb-h1, zb-v"),
             ("recompute=some", "`none`, `selective` or `full`"),

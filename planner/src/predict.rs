@@ -17,7 +17,7 @@ use dplan_ir::entity::ValueId;
 use dplan_ir::graph::Graph;
 use dplan_ir::mesh::Mesh;
 use dplan_ir::pipeline::Slots;
-use dplan_ir::plan::{Plan, Zero};
+use dplan_ir::plan::{Plan, States};
 use dplan_ir::program::Pattern;
 use dplan_ir::reshard::Step;
 use dplan_ir::sharded::Stmt;
@@ -28,7 +28,6 @@ use std::collections::BTreeMap;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct StageMemory {
     pub arena: Arena,
-    pub host: Bytes,
     pub context: Bytes,
 }
 
@@ -114,18 +113,18 @@ pub fn predict(graph: &Graph, classes: &[u32], machine: &Machine, plan: &Plan) -
     let mut parts = Vec::new();
     for stage in 0..p {
         let (mut time, mut sum, mut part) = (StageTime::default(), StageTime::default(), Parts::default());
-        let mut bytes: Vec<(&LayerBytes, Zero, Slots)> = Vec::new();
+        let mut bytes: Vec<(&LayerBytes, States, Slots)> = Vec::new();
         for (c, slots) in pipeline.virtual_stages_of(stage).zip(pipeline.slots(stage)) {
             let (cut, work) = (&plan.stages[c as usize], &mut works[c as usize]);
             for at in cut.first as usize..=cut.last as usize {
-                let (layer, zero) = (&layers[at], plan.layer(at as u32).zero);
+                let (layer, states) = (&layers[at], plan.layer(at as u32).states());
                 let home = match tied[at] {
                     false => Home::Together,
                     true if (0..at).any(|l| tied[l] && stage_of[l] == stage) => Home::Repeated,
                     true if (0..tied.len()).any(|l| tied[l] && stage_of[l] != stage) => Home::Apart,
                     true => Home::Together,
                 };
-                let sync = terms.sync(layer.bytes(), zero, home);
+                let sync = terms.sync(layer.bytes(), states, home);
                 let terms = match &layer.halves {
                     Some(halves) => sync.parted(layer.option.forward, halves.input, halves.weight),
                     None => sync.terms(layer.option.forward, layer.option.backward),
@@ -138,8 +137,9 @@ pub fn predict(graph: &Graph, classes: &[u32], machine: &Machine, plan: &Plan) -
                 let compute = layer.option.time().0 - layer.traffic;
                 part.compute += Nanos(m * compute);
                 part.optimizer += Nanos(sync.update());
-                part.exposed_comm += Nanos(m * (terms.time - compute) + terms.end - sync.update());
-                bytes.push((layer.bytes(), zero, slots));
+                part.offload += Nanos(sync.offload());
+                part.exposed_comm += Nanos(m * (terms.time - compute) + terms.end - sync.update() - sync.offload());
+                bytes.push((layer.bytes(), states, slots));
             }
             let next = Some(c + 1).filter(|&n| n < pipeline.all_virtual()).map(|n| pipeline.stage_of(n)).filter(|&n| n != stage);
             if let Some(next) = next {
@@ -150,7 +150,7 @@ pub fn predict(graph: &Graph, classes: &[u32], machine: &Machine, plan: &Plan) -
             }
         }
         let arena = arena(&bytes, &mesh, types, StagePosition { pipeline, stage, boundary });
-        memory.push(StageMemory { arena, host: Bytes::ZERO, context: machine.device.context });
+        memory.push(StageMemory { arena, context: machine.device.context });
         stages.push(time);
         shares.push(sum);
         parts.push(part);
@@ -161,7 +161,7 @@ pub fn predict(graph: &Graph, classes: &[u32], machine: &Machine, plan: &Plan) -
     let slowest = (0..stages.len()).rev().max_by_key(|&s| (stages[s].time, stages[s].end)).unwrap_or(0);
     let mut parts = parts[slowest];
     parts.exposed_comm += Nanos(constant);
-    let own = parts.compute.0 + parts.exposed_comm.0 + parts.optimizer.0;
+    let own = parts.compute.0 + parts.exposed_comm.0 + parts.optimizer.0 + parts.offload.0;
     parts.bubble = Nanos(step.saturating_sub(own));
 
     let seconds = Nanos(step).seconds().max(1e-12);

@@ -80,6 +80,8 @@ pub trait Links {
     fn message(&self, mesh: &Mesh, from: u64, to: u64, bytes: u64) -> Nanos;
     /// Time to stream `bytes` through a device's memory.
     fn sweep(&self, bytes: u64) -> Nanos;
+    /// Time to copy `bytes` between the memories of a device and its host, one way.
+    fn host_copy(&self, bytes: u64) -> Nanos;
 }
 
 /// A model on a machine.
@@ -121,5 +123,8 @@ impl Links for Machine {
     fn sweep(&self, bytes: u64) -> Nanos {
         let device = &self.device;
         device.launch + device.bandwidth_efficiency.of(device.bandwidth).time(u128::from(bytes))
+    }
+    fn host_copy(&self, bytes: u64) -> Nanos {
+        self.host.latency + self.host.bandwidth.time(u128::from(bytes))
     }
 }

@@ -1,28 +1,30 @@
 //! What is searched, with everything about tensors behind [`Prices`]: layers of a few kinds, and limits.
 
-use crate::memory::StateTypes;
+use crate::memory::{StateTypes, is_offloaded};
 use crate::pins::Pins;
 use crate::prices::Prices;
 use crate::space::Tuple;
-use dplan_ir::plan::{Clip, Recompute, Zero};
+use dplan_ir::plan::{Clip, Offload, Recompute, States, Zero};
 
 /// Layers that are alike and are pinned alike.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Kind {
     pub class: u32,
     pub zero: Vec<Zero>,
+    pub offload: Vec<Offload>,
     pub recompute: Vec<Recompute>,
 }
 
 impl Kind {
-    /// The ZeRO stages that its layers may have in a tuple: ranks that share nothing have one, and with backward passes in halves gradients stay whole.
-    pub fn zeros(&self, tuple: &Tuple) -> impl Iterator<Item = Zero> {
+    /// Where the states of its layers may live in a tuple: ranks that share nothing have one ZeRO stage, and with backward passes in halves gradients stay whole.
+    pub fn states(&self, tuple: &Tuple) -> impl Iterator<Item = States> {
         let most = match (tuple.dp * tuple.cp, tuple.pipeline().parts_backward()) {
             (1, _) => 0,
             (_, true) => 1,
             (_, false) => 3,
         };
-        self.zero.iter().copied().filter(move |z| z.0 <= most)
+        let zeros = self.zero.iter().copied().filter(move |z| z.0 <= most);
+        zeros.flat_map(|zero| self.offload.iter().map(move |&offload| States { zero, offload }))
     }
 }
 
@@ -41,6 +43,11 @@ pub struct Problem {
     pub kinds: Vec<Kind>,
 }
 
+/// The ways of offloading that are searched: none, and those that are pinned.
+fn searched(pins: &Pins) -> Vec<Offload> {
+    Offload::ALL.into_iter().filter(|&o| pins.offload.is_pinned() || o == Offload::None).collect()
+}
+
 impl Problem {
     /// `memory_limit` is for arena and context together; the device's memory if absent.
     pub fn new(prices: &dyn Prices, devices: u64, batch: u64, types: StateTypes, clip: Clip, pins: Pins, memory_limit: Option<u64>) -> Problem {
@@ -48,7 +55,10 @@ impl Problem {
         let layers = prices.classes().iter().zip(0..).map(|(&class, layer)| {
             let zero = (0..=3).map(Zero).filter(|z| pins.zero.allows(layer, z)).collect();
             let recompute = Recompute::ALL.into_iter().filter(|r| pins.recompute.allows(layer, r)).collect();
-            let kind = Kind { class, zero, recompute };
+            // Nothing is offloaded that the optimizer does not keep.
+            let any = types.roles().into_iter().any(|role| is_offloaded(role, Offload::Optimizer));
+            let offload = searched(&pins).into_iter().filter(|&o| pins.offload.allows(layer, &o) && (any || o == Offload::None)).collect();
+            let kind = Kind { class, zero, offload, recompute };
             kinds.iter().position(|k| *k == kind).unwrap_or_else(|| {
                 kinds.push(kind);
                 kinds.len() - 1

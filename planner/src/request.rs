@@ -7,15 +7,15 @@ use crate::machine::Machine;
 use crate::memory::StateTypes;
 use crate::menu::Menus;
 use crate::model::Model;
-use crate::pins::{PinError, Pins};
+use crate::pins::{Allowed, PinError, Pins};
 use crate::problem::Problem;
-use crate::search::{Closed, Found, Statistics, explore};
+use crate::search::{Closed, Found, Outcome, Statistics, explore};
 use crate::space::{layouts, nearest_batch};
 use crate::units::{Bytes, Nanos};
 use dplan_ir::dtype::DType;
 use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::Optimizer;
-use dplan_ir::plan::{Clip, LayerPlan, Plan, StagePlan};
+use dplan_ir::plan::{Clip, LayerPlan, Offload, Plan, StagePlan};
 
 /// Everything that decides the answer.
 pub struct Request<'a> {
@@ -54,6 +54,8 @@ pub struct Answer {
     pub statistics: Statistics,
     /// How each tuple of the space was closed.
     pub closed: Vec<Closed>,
+    /// Those of the request; and `offload=none+optimizer` if nothing fits without, so that the space was widened.
+    pub pins: Pins,
 }
 
 /// Why there is no plan.
@@ -157,18 +159,36 @@ impl<'a> Planner<'a> {
     pub fn search_by(&mut self, solver: Solver) -> Result<Answer, Refusal> {
         let deadline = self.request.deadline;
         let late = move || deadline.is_some_and(|late| late());
-        let outcome = match solver {
-            Solver::Exact => explore(&self.problem, &mut self.prices, &late),
-            Solver::Ilp => integer::explore(&self.problem, &mut self.prices, &late)?,
-        };
+        let mut outcome = self.explore(solver, &late)?;
+        // Memory asks for it.
+        if outcome.best.is_none() && outcome.statistics.proved && !self.problem.pins.offload.is_pinned() {
+            self.offload();
+            outcome = self.explore(solver, &late)?;
+        }
         match outcome.best {
             Some(found) => {
                 let (plan, objective) = (self.plan(&found), Nanos(found.solution.objective));
-                Ok(Answer { plan, objective, statistics: outcome.statistics, closed: outcome.closed })
+                let pins = self.problem.pins.clone();
+                Ok(Answer { plan, objective, statistics: outcome.statistics, closed: outcome.closed, pins })
             }
             None if !outcome.statistics.proved => Err(Refusal::Late),
             None => Err(self.refuse(&late)),
         }
+    }
+
+    fn explore(&mut self, solver: Solver, late: &dyn Fn() -> bool) -> Result<Outcome, SolverFault> {
+        Ok(match solver {
+            Solver::Exact => explore(&self.problem, &mut self.prices, late),
+            Solver::Ilp => integer::explore(&self.problem, &mut self.prices, late)?,
+        })
+    }
+
+    /// Widens the space by offloading.
+    fn offload(&mut self) {
+        let mut pins = self.problem.pins.clone();
+        pins.offload.everywhere = Allowed::only(Offload::ALL.to_vec());
+        let Problem { devices, batch, types, clip, .. } = self.problem;
+        self.problem = Problem::new(&self.prices, devices, batch, types, clip, pins, self.request.memory_limit.map(|b| b.0));
     }
 
     /// The fewest devices on which a plan fits, in whole nodes where there are several, if there is such a number.
@@ -186,7 +206,7 @@ impl<'a> Planner<'a> {
 
     /// Why nothing fits.
     fn refuse(&mut self, late: &dyn Fn() -> bool) -> Refusal {
-        let pins = self.problem.pins.to_string();
+        let pins = self.request.pins.to_string();
         let Some(shortage) = infeasible::shortage(&self.problem, &mut self.prices) else {
             return Refusal::Impossible { pins };
         };
@@ -233,7 +253,7 @@ impl<'a> Planner<'a> {
 /// A choice, as a plan says it.
 pub fn layer_plan(menus: &Menus, kind: usize, choice: u32) -> LayerPlan {
     let choice = &menus.choices[kind][choice as usize];
-    menus.offers[kind][choice.offer as usize].option.plan(choice.zero)
+    menus.offers[kind][choice.offer as usize].option.plan(choice.states)
 }
 
 /// The best plan for a request.

@@ -6,7 +6,7 @@ mod drawn;
 
 use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
 use dplan_ir::pipeline::{Pipeline, Slots};
-use dplan_ir::plan::{Clip, Schedule, Zero};
+use dplan_ir::plan::{Clip, Offload, Schedule, States, Zero};
 use dplan_ir::program::{Pattern, Role};
 use dplan_planner::baselines::baselines;
 use dplan_planner::bound;
@@ -141,13 +141,14 @@ impl Setting<'_> {
     }
 
     /// Times of a layer. `shared`: its tied bucket was counted by an earlier layer of the stage; `split`: another stage has it too.
-    fn layer(&self, offer: &Offer, halves: Option<&Halves>, zero: u8, shared: bool, split: bool) -> Times {
+    fn layer(&self, offer: &Offer, halves: Option<&Halves>, states: States, shared: bool, split: bool) -> Times {
+        let zero = states.zero.0;
         let (f, b) = (offer.option.forward.0, offer.option.backward.0);
         let (input, w) = halves.map_or((b, 0), |h| (h.input.0, h.weight.0));
         // What a reduction at the end of the step hides beside.
         let beside = if halves.is_some() { w } else { b };
         let (mut gather, mut scatter, mut add) = (0, 0, 0);
-        let (mut reduce_end, mut rest_end, mut update, mut gather_end, mut late) = (0, 0, 0, 0, 0);
+        let (mut reduce_end, mut rest_end, mut update, mut gather_end, mut late, mut moved) = (0, 0, 0, 0, 0, 0);
         for bucket in &offer.option.bytes.buckets {
             // Experts are shared out over some of the ranks that see different data; the others hold copies.
             let copies: AxisSet = self.mesh.ids().filter(|&a| !self.mesh.axis(a).name.starts_with("tp") && !bucket.spread.contains(a)).collect();
@@ -180,6 +181,11 @@ impl Setting<'_> {
                 }
             }
             gather_end += gathered;
+            if states.offload == Offload::Optimizer {
+                // Every role but parameters and gradients, there and back.
+                let roles = self.types.roles().into_iter().filter(|r| !matches!(r, Role::Param | Role::Grad));
+                moved += roles.map(|role| 2 * self.prices.host_copy(piece * self.element(role)).0).sum::<u64>();
+            }
             let mut bytes = if zero >= 2 { piece } else { whole } * self.element(Role::Grad);
             bytes += piece * self.element(Role::Grad) * if self.clip == Clip::GlobalNorm { 2 } else { 1 };
             bytes += 2 * piece * self.element(self.types.master()) + 2 * piece * self.element(Role::Moment1) * self.types.optimizer.moments() as u64;
@@ -189,10 +195,10 @@ impl Setting<'_> {
             update += self.prices.sweep(bytes).0;
         }
         let (f, b, end) = match zero {
-            0 => (f, input, overlapped(beside, reduce_end + rest_end) - beside + update),
-            1 => (f, input, overlapped(beside, reduce_end + rest_end) - beside + overlapped(update, gather_end)),
-            2 => (f, overlapped(b, scatter) + add, rest_end + overlapped(update, gather_end)),
-            _ => (overlapped(f, gather), overlapped(b, gather + scatter) + add, rest_end + update),
+            0 => (f, input, overlapped(beside, reduce_end + rest_end) - beside + overlapped(update, moved)),
+            1 => (f, input, overlapped(beside, reduce_end + rest_end) - beside + overlapped(update, gather_end + moved)),
+            2 => (f, overlapped(b, scatter) + add, rest_end + overlapped(update, gather_end + moved)),
+            _ => (overlapped(f, gather), overlapped(b, gather + scatter) + add, rest_end + overlapped(update, moved)),
         };
         Times { f, b, w, end: end + late }
     }
@@ -263,11 +269,16 @@ fn best_of_tuple(problem: &Problem, prices: &mut Drawn, shape: Shape, degrees: D
         _ if order.halves() => 0..=1,
         _ => 0..=3,
     };
-    let ways: Vec<Vec<(usize, u8)>> = (0..count)
+    let offloads = if problem.pins.offload.is_pinned() { &Offload::ALL[..] } else { &[Offload::None] };
+    let keeps = problem.types.roles().into_iter().any(|r| !matches!(r, Role::Param | Role::Grad));
+    let offloads = || offloads.iter().copied().filter(|&o| keeps || o == Offload::None);
+    let ways: Vec<Vec<(usize, States)>> = (0..count)
         .map(|l| {
-            let all = (0..offers[l].len()).flat_map(|o| zeros.clone().map(move |z| (o, z)));
-            all.filter(|&(o, z)| {
-                problem.pins.zero.allows(l as u32, &Zero(z)) && problem.pins.recompute.allows(l as u32, &offers[l][o].option.recompute)
+            let states = || zeros.clone().flat_map(|z| offloads().map(move |offload| States { zero: Zero(z), offload }));
+            let all = (0..offers[l].len()).flat_map(|o| states().map(move |s| (o, s)).collect::<Vec<_>>());
+            all.filter(|&(o, s)| {
+                let states = problem.pins.zero.allows(l as u32, &s.zero) && problem.pins.offload.allows(l as u32, &s.offload);
+                states && problem.pins.recompute.allows(l as u32, &offers[l][o].option.recompute)
             })
             .collect()
         })
@@ -282,11 +293,11 @@ fn best_of_tuple(problem: &Problem, prices: &mut Drawn, shape: Shape, degrees: D
         let mut pick = vec![0; count];
         loop {
             let way = |l: usize| {
-                let (offer, zero) = ways[l][pick[l]];
-                (&offers[l][offer], halves[l].get(offer), zero)
+                let (offer, states) = ways[l][pick[l]];
+                (&offers[l][offer], halves[l].get(offer), states)
             };
             let chosen: Vec<Way> = (0..count).map(way).collect();
-            if tied.iter().all(|&l| chosen[l].0.tie == chosen[tied[0]].0.tie && chosen[l].2 == chosen[tied[0]].2)
+            if tied.iter().all(|&l| chosen[l].0.tie == chosen[tied[0]].0.tie && chosen[l].2.zero == chosen[tied[0]].2.zero)
                 && let Some(value) = value(problem, &setting, &chosen, &cuts, &tied, &crossing, boundary)
             {
                 best = [best, Some(value)].into_iter().flatten().min();
@@ -322,8 +333,8 @@ fn is_even(cuts: &[usize]) -> bool {
     (0..n).all(|i| cuts[i + 2] - cuts[i + 1] == (i + 1) * r / n - i * r / n)
 }
 
-/// An offer, what it is in halves, and a ZeRO stage.
-type Way<'a> = (&'a Offer, Option<&'a Halves>, u8);
+/// An offer, what it is in halves, and where states live.
+type Way<'a> = (&'a Offer, Option<&'a Halves>, States);
 
 fn value(problem: &Problem, setting: &Setting, chosen: &[Way], cuts: &[usize], tied: &[usize], crossing: &[u64], boundary: u64) -> Option<u64> {
     let Order { schedule, pp, v, m } = setting.order;
@@ -337,11 +348,11 @@ fn value(problem: &Problem, setting: &Setting, chosen: &[Way], cuts: &[usize], t
         for (c, &(frames, held)) in (0..pp * v).filter(|&c| order.place(c) == stage).zip(&kept) {
             let (start, end) = (cuts[c as usize], cuts[c as usize + 1]);
             for l in start..end {
-                let (offer, halves, zero) = chosen[l];
-                layers.push((halves.map_or(&offer.option.bytes, |h| &h.bytes), Zero(zero), Slots { frames, held }));
+                let (offer, halves, states) = chosen[l];
+                layers.push((halves.map_or(&offer.option.bytes, |h| &h.bytes), states, Slots { frames, held }));
                 let shared = tied.contains(&l) && tied.iter().any(|&t| t < l && place[t] == stage);
                 let split = tied.iter().any(|&t| place[t] != stage);
-                let Times { f, b, w, end } = setting.layer(offer, halves, zero, shared, split);
+                let Times { f, b, w, end } = setting.layer(offer, halves, states, shared, split);
                 (time, ends) = (time + f + b + w, ends + end);
                 ramp += match schedule {
                     Schedule::GPipe | Schedule::OneFOneB => f + b,
@@ -370,7 +381,7 @@ fn value(problem: &Problem, setting: &Setting, chosen: &[Way], cuts: &[usize], t
     Some(sum + rest + scalars * scalar)
 }
 
-const DIMENSIONS: [&str; 11] = ["dp", "tp", "cp", "ep", "pp", "micro", "schedule", "boundary", "zero", "recompute", "tie"];
+const DIMENSIONS: [&str; 12] = ["dp", "tp", "cp", "ep", "pp", "micro", "schedule", "boundary", "zero", "offload", "recompute", "tie"];
 
 /// The dimensions in which an instance leaves a choice.
 fn open_dimensions(problem: &Problem, prices: &mut Drawn) -> Vec<&'static str> {
@@ -392,6 +403,9 @@ fn open_dimensions(problem: &Problem, prices: &mut Drawn) -> Vec<&'static str> {
     if shared && problem.kinds.iter().any(|k| k.zero.len() > 1) {
         open.push("zero");
     }
+    if problem.kinds.iter().any(|k| k.offload.len() > 1) {
+        open.push("offload");
+    }
     if problem.kinds.iter().any(|k| k.recompute.len() > 1) {
         open.push("recompute");
     }
@@ -403,7 +417,7 @@ fn open_dimensions(problem: &Problem, prices: &mut Drawn) -> Vec<&'static str> {
 
 #[test]
 fn the_search_finds_what_enumeration_finds() {
-    let (mut infeasible, mut tied, mut staged, mut tight, mut context, mut experts) = (0, 0, 0, 0, 0, 0);
+    let (mut infeasible, mut tied, mut staged, mut tight, mut context, mut experts, mut offloaded) = (0, 0, 0, 0, 0, 0, 0);
     let mut pairs: BTreeMap<(&str, &str), usize> = BTreeMap::new();
     for seed in 0..500 {
         let Instance { mut prices, problem } = instance(seed, if seed % 3 == 0 { 4 } else { 3 }, if seed % 4 == 0 { 3 } else { 2 });
@@ -426,7 +440,9 @@ fn the_search_finds_what_enumeration_finds() {
         staged += usize::from(best.menus.tuple.pp > 1);
         context += usize::from(best.menus.tuple.cp > 1);
         experts += usize::from(best.menus.tuple.ep > 1);
-        tight += usize::from(best.solution.choices.iter().zip(&problem.layers).any(|(&c, &k)| best.menus.choices[k][c as usize].zero.0 > 0));
+        let chosen = || best.solution.choices.iter().zip(&problem.layers).map(|(&c, &k)| best.menus.choices[k][c as usize].states);
+        offloaded += usize::from(chosen().any(|s| s.offload == Offload::Optimizer) && chosen().any(|s| s.offload == Offload::None));
+        tight += usize::from(best.solution.choices.iter().zip(&problem.layers).any(|(&c, &k)| best.menus.choices[k][c as usize].states.zero.0 > 0));
     }
     // Every two dimensions are open together in enough instances.
     for (at, a) in DIMENSIONS.iter().enumerate() {
@@ -437,8 +453,8 @@ fn the_search_finds_what_enumeration_finds() {
     }
     // The instances must be of all sorts, or they prove little.
     assert!(
-        infeasible >= 10 && tied >= 20 && staged >= 20 && tight >= 20 && context >= 20 && experts >= 20,
-        "{infeasible} infeasible, {tied} tied, {staged} staged, {tight} with ZeRO, {context} with contexts, {experts} with experts shared out"
+        infeasible >= 10 && tied >= 20 && staged >= 20 && tight >= 20 && offloaded >= 10 && context >= 20 && experts >= 20,
+        "{infeasible} infeasible, {tied} tied, {staged} staged, {tight} with ZeRO, {offloaded} offloaded in part, {context} with contexts, {experts} with experts shared out"
     );
 }
 

@@ -5,7 +5,7 @@ mod zoo;
 use dplan_ir::entity::Id;
 use dplan_ir::graph::Graph;
 use dplan_ir::pipeline::Slots;
-use dplan_ir::plan::{Clip, Plan, Zero};
+use dplan_ir::plan::{Clip, Plan, States};
 use dplan_ir::program::{ALIGN, Channel, Content, Instr, Pattern, Program, Role, SegmentKind, StageProgram, Stream};
 use dplan_planner::lower::{self, Sharder};
 use dplan_planner::memory::{self, LayerBytes, StagePosition, StateTypes};
@@ -40,16 +40,17 @@ fn the_arena_is_the_formula_to_the_byte() {
             (0..sharder.layers()).map(|l| sharder.layer(l, plan.layer(l)).unwrap().bytes(&graph, &sharder.mesh, &sharder.padded)).collect();
         let pipeline = plan.pipeline();
         for (s, program) in program.stages.iter().enumerate() {
-            let mut of_stage: Vec<(&LayerBytes, Zero, Slots)> = Vec::new();
+            let mut of_stage: Vec<(&LayerBytes, States, Slots)> = Vec::new();
             for (c, slots) in pipeline.virtual_stages_of(s as u64).zip(pipeline.slots(s as u64)) {
                 let cut = &plan.stages[c as usize];
-                of_stage.extend((cut.first..=cut.last).map(|l| (&layers[l as usize], plan.layer(l).zero, slots)));
+                of_stage.extend((cut.first..=cut.last).map(|l| (&layers[l as usize], plan.layer(l).states(), slots)));
             }
             let types = StateTypes { compute: plan.compute, optimizer: plan.optimizer };
             let position = StagePosition { pipeline, stage: s as u64, boundary: sharder.boundary_bytes() };
             let formula = memory::arena(&of_stage, &plan.mesh(), types, position);
             let parts = [formula.scalars, formula.states, formula.frames, formula.boundary, formula.workspace, formula.ring];
             assert_eq!(program.regions.iter().map(|r| r.bytes).collect::<Vec<_>>(), parts, "{what} stage {s}");
+            assert_eq!(program.host_bytes, formula.host, "{what} stage {s}");
             assert_eq!(program.arena_bytes, formula.total(), "{what} stage {s}");
         }
     }

@@ -9,7 +9,7 @@ use dplan_ir::init;
 use dplan_ir::interp::graph::GraphRun;
 use dplan_ir::interp::sharded::ShardedRun;
 use dplan_ir::mesh::{AxisSet, Mesh};
-use dplan_ir::plan::{Gathered, LayerPlan, Recompute, Zero};
+use dplan_ir::plan::{Gathered, LayerPlan, Offload, Recompute, Zero};
 use dplan_ir::program::align;
 use dplan_ir::reshard::Step;
 use dplan_ir::rule::Assignment;
@@ -67,7 +67,7 @@ fn sharder(graph: &Graph) -> Sharder<'_> {
 }
 
 fn textbook(sharder: &Sharder<'_>, layer: u32, recompute: Recompute, gathered: Gathered) -> LayerPlan {
-    LayerPlan { zero: Zero(0), recompute, gathered, strategy: zoo::textbook(sharder.graph, &sharder.mesh, layer) }
+    LayerPlan { zero: Zero(0), offload: Offload::None, recompute, gathered, strategy: zoo::textbook(sharder.graph, &sharder.mesh, layer) }
 }
 
 /// Forward nodes that run in the backward pass, and gathers there.

@@ -136,7 +136,7 @@ pub fn run(args: Args) -> Result<Outcome> {
         output::write(path, compiled.file.to_json().as_bytes())?;
         // A pipe or a device has nothing beside it.
         if path.metadata().is_ok_and(|m| m.is_file()) {
-            let certificate = Certificate::new(&compiled, batch, &options.pins, options.memory_limit);
+            let certificate = Certificate::new(&compiled, batch, options.memory_limit);
             output::write(&Certificate::beside(path), certificate.to_json().as_bytes())?;
         }
     }

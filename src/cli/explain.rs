@@ -5,7 +5,7 @@ use super::{Outcome, Result, args, report};
 use crate::planfile::{PlanFile, assignment_text};
 use anyhow::Context;
 use dplan_ir::layers;
-use dplan_ir::plan::{Gathered, LayerPlan};
+use dplan_ir::plan::{Gathered, LayerPlan, Offload};
 use dplan_ir::rule::Assignment;
 use dplan_planner::explain::{Alternative, Note, explain};
 use dplan_planner::pins::Pins;
@@ -40,8 +40,10 @@ pub fn run(args: Args) -> Result<Outcome> {
     if let Some(pins) = pins {
         return why_not(&file, &classes, &chosen, pins, &args);
     }
-    let mut planner =
-        Planner::new(request(&file, &classes, Pins::default(), &args)).map_err(|why| anyhow::anyhow!("{}: {why}", args.plan.display()))?;
+    // Offloading is in the space where the plan has it.
+    let offloads = file.plan.options.iter().any(|o| o.offload != Offload::None);
+    let space = Pins::parse(if offloads { "offload=none+optimizer" } else { "" })?;
+    let mut planner = Planner::new(request(&file, &classes, space, &args)).map_err(|why| anyhow::anyhow!("{}: {why}", args.plan.display()))?;
     let notes = explain(&planner.problem, &mut planner.prices, &file.plan)
         .with_context(|| format!("{}: the plan is not one that this dplan would make; compile it again", args.plan.display()))?;
     if args.json {
@@ -120,6 +122,9 @@ fn change(file: &PlanFile, note: &Note, other: &LayerPlan) -> String {
     let mut parts = Vec::new();
     if was.zero != other.zero {
         parts.push(format!("zero {} -> {}", was.zero.0, other.zero.0));
+    }
+    if was.offload != other.offload {
+        parts.push(format!("offload {} -> {}", was.offload.name(), other.offload.name()));
     }
     if was.recompute != other.recompute {
         parts.push(format!("recompute {} -> {}", was.recompute.name(), other.recompute.name()));

@@ -5,7 +5,7 @@ use crate::cluster;
 use crate::compile::Compiled;
 use crate::import::Model;
 use crate::planfile::PlanFile;
-use dplan_ir::plan::Plan;
+use dplan_ir::plan::{Offload, Plan};
 use dplan_planner::baselines::Baseline;
 use dplan_planner::predict::Prediction;
 use serde_json::{Value, json};
@@ -72,7 +72,7 @@ pub fn chosen(file: &PlanFile) -> Value {
         "micro_batch": plan.micro_batch, "micro_batches": plan.micro_batches, "sp": plan.boundary.is_some(), "stages": stages,
         "layers": (0..plan.layers.len() as u32).map(|l| {
             let o = plan.layer(l);
-            json!({ "zero": o.zero.0, "recompute": o.recompute.name() })
+            json!({ "zero": o.zero.0, "offload": o.offload.name(), "recompute": o.recompute.name() })
         }).collect::<Vec<_>>(),
     })
 }
@@ -81,7 +81,7 @@ fn predicted(p: &Prediction, file: &PlanFile, run: TrainingRun) -> Value {
     let memory: Vec<Value> = p
         .memory
         .iter()
-        .map(|m| json!({ "arena_bytes": m.arena_bytes(), "host_bytes": m.host.0, "context_bytes": m.context.0, "total_bytes": m.total_bytes() }))
+        .map(|m| json!({ "arena_bytes": m.arena_bytes(), "host_bytes": m.arena.host, "context_bytes": m.context.0, "total_bytes": m.total_bytes() }))
         .collect();
     json!({
         "step_seconds": p.step.seconds(), "simulated_seconds": p.simulated.seconds(),
@@ -172,7 +172,8 @@ pub fn choice(file: &PlanFile) -> String {
             .map(|&(first, last, option)| {
                 let o = &plan.options[option as usize];
                 let span = if first == last { format!("{first}") } else { format!("{first}-{last}") };
-                format!("{span} zero {} recompute {}", o.zero.0, o.recompute.name())
+                let offload = if o.offload == Offload::None { String::new() } else { format!(" offload {}", o.offload.name()) };
+                format!("{span} zero {}{offload} recompute {}", o.zero.0, o.recompute.name())
             })
             .collect();
         let place = if plan.virtual_stages > 1 {

@@ -84,6 +84,8 @@ pub struct StepResult {
 pub struct RankMemory {
     pub stage: u32,
     pub arena_bytes: u64,
+    /// What stands for the memory of the host.
+    pub host_bytes: u64,
 }
 
 /// What a rank can be made to do in the next step, to see how a run takes it.

@@ -6,7 +6,7 @@ use dplan_ir::extent::node_rule;
 use dplan_ir::graph::{Graph, Layout, Node};
 use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::optimizer::Optimizer;
-use dplan_ir::plan::{Clip, Gathered, LayerPlan, Plan, Recompute, Schedule, StagePlan, Zero};
+use dplan_ir::plan::{Clip, Gathered, LayerPlan, Offload, Plan, Recompute, Schedule, StagePlan, Zero};
 use dplan_ir::rule::{Assignment, Split};
 use dplan_planner::padding::paddable;
 
@@ -31,6 +31,7 @@ pub fn plan(graph: &Graph, shape: Shape, batch: u64) -> Plan {
     let mesh = Mesh::new(shape.dp, shape.tp);
     let layers = graph.layer_count();
     let option = |layer| LayerPlan {
+        offload: Offload::None,
         zero: Zero(shape.zero),
         recompute: shape.recompute,
         gathered: Gathered::Keep,

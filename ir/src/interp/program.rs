@@ -79,7 +79,7 @@ type Queues = Vec<Vec<Step>>;
 impl<'a> ProgramRun<'a> {
     /// All ranks, with zero moments and parameters not yet set. The program must verify.
     pub fn new(graph: &'a Graph, program: &'a Program, seed: u64) -> ProgramRun<'a> {
-        let arena = |rank: u64| vec![f64::NAN; (program.stages[(rank / program.mesh.ranks()) as usize].arena_bytes / 2) as usize];
+        let arena = |rank: u64| vec![f64::NAN; (program.stages[(rank / program.mesh.ranks()) as usize].end() / 2) as usize];
         let arenas = (0..program.ranks()).map(arena).collect();
         let mut run = ProgramRun { graph, program, arenas, random: seed };
         for rank in 0..program.ranks() {
@@ -300,6 +300,10 @@ impl<'a> ProgramRun<'a> {
                 let buffer = self.buffer(rank, dst);
                 let zeros = vec![0.0; (buffer.bytes / buffer.dtype.size()) as usize];
                 self.write(rank, dst, m, &zeros);
+            }
+            &Instr::Copy { src, dst } => {
+                let data = self.read(rank, src, m);
+                self.write(rank, dst, m, &data);
             }
             &Instr::AddInto { src, dst } => {
                 let data = self.read(rank, src, m);

@@ -300,7 +300,7 @@ pub fn sharded(graph: &Graph, size: usize, rng: &mut Rng) -> Sharded {
     Sharded { mesh, padded, forms, body }
 }
 
-const INSTRS: u64 = 13;
+const INSTRS: u64 = 14;
 
 fn instr(kind: u64, graph: &Graph, mesh: &Mesh, rng: &mut Rng) -> Instr {
     let buf = |rng: &mut Rng| BufferId(rng.below(40) as u32);
@@ -332,7 +332,8 @@ fn instr(kind: u64, graph: &Graph, mesh: &Mesh, rng: &mut Rng) -> Instr {
         8 => Instr::SquareSum { src: buf(rng), dst: buf(rng), once: axes(mesh, rng) },
         9 => Instr::ClipScale { src: buf(rng), dst: buf(rng) },
         10 => Instr::Update { state: buf(rng), grad: buf(rng), moments: rng.vec(2, buf), param: rng.some(buf), scale: rng.some(buf) },
-        11 => Instr::Record(EventId(rng.below(9) as u32)),
+        11 => Instr::Copy { src: buf(rng), dst: buf(rng) },
+        12 => Instr::Record(EventId(rng.below(9) as u32)),
         _ => Instr::Wait(EventId(rng.below(9) as u32)),
     }
 }
@@ -379,6 +380,7 @@ fn stage(graph: &Graph, mesh: &Mesh, size: usize, rng: &mut Rng) -> StageProgram
     }
     StageProgram {
         arena_bytes: rng.number(),
+        host_bytes: rng.number(),
         regions: rng.vec(3, |r| Region { name: r.name(), offset: r.number(), bytes: r.number() }),
         buckets: rng.vec(3, bucket).into_iter().collect(),
         buffers: rng.vec(30, |r| buffer(graph, mesh, r)).into_iter().collect(),

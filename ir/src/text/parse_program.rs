@@ -72,6 +72,9 @@ impl Reader<'_> {
         let mut stage = StageProgram::default();
         p.word("arena")?;
         stage.arena_bytes = p.integer("the arena's bytes")?;
+        if p.take_word("host") {
+            stage.host_bytes = p.integer("the bytes in the host's memory")?;
+        }
         p.word("events")?;
         stage.events = p.integer("the number of events")?;
         while p.take_word("region") {
@@ -230,6 +233,10 @@ impl Reader<'_> {
                 Instr::Recv { from, channel, dst: buffer_id(p)? }
             }
             "zero" => Instr::Zero { dst: buffer_id(p)? },
+            "copy" => {
+                let (src, dst) = copy(p)?;
+                Instr::Copy { src, dst }
+            }
             "add_into" => {
                 let (src, dst) = copy(p)?;
                 Instr::AddInto { src, dst }

@@ -53,6 +53,9 @@ impl Printer<'_> {
         self.out.mark(Place::Stage(number));
         self.line(format_args!("stage {number} {{"));
         self.line(format_args!("  arena {}", stage.arena_bytes));
+        if stage.host_bytes > 0 {
+            self.line(format_args!("  host {}", stage.host_bytes));
+        }
         self.line(format_args!("  events {}", stage.events));
         for (i, region) in stage.regions.iter().enumerate() {
             self.out.mark(Place::Region(self.number, i as u32));
@@ -182,6 +185,7 @@ impl Printer<'_> {
             Instr::Send { to, channel, src } => self.write(format_args!("send {} to {to} {src}", channel_name(*channel))),
             Instr::Recv { from, channel, dst } => self.write(format_args!("recv {} from {from} {dst}", channel_name(*channel))),
             Instr::Zero { dst } => self.write(format_args!("zero {dst}")),
+            Instr::Copy { src, dst } => self.write(format_args!("copy {src} -> {dst}")),
             Instr::AddInto { src, dst } => self.write(format_args!("add_into {src} -> {dst}")),
             Instr::SquareSum { src, dst, once } => {
                 self.out.put("square_sum once ");

@@ -3,19 +3,21 @@
 //! | region | buffers |
 //! |---|---|
 //! | scalars | loss, squared norm, clip factor |
-//! | states | every role of every bucket, whole or this rank's piece |
+//! | states | every role of every bucket that is not offloaded, whole or this rank's piece |
 //! | frames | of each virtual stage: what its layers keep of a micro-batch, one slot for each in flight; what they hold between the halves of a backward pass |
 //! | boundary | two cotangents handed down layer by layer; two turns of every message |
 //! | workspace | of one layer: forms of both passes, and scratch; all layers begin at the same place |
-//! | ring | two turns of whole parameters and gradients of layers that keep only pieces |
+//! | ring | two turns of whole parameters and gradients of layers that keep only pieces; in the update, two turns of offloaded roles |
+//!
+//! Behind the arena, in the memory of the host: the offloaded roles of every bucket.
 
 use super::fragment::{Fragment, Storage};
 use super::stage::{Neighbour, Stage, VirtualStage};
-use crate::memory::{self, LayerBytes, bucket_elems, workspace_region};
+use crate::memory::{self, LayerBytes, bucket_elems, is_offloaded, workspace_region};
 use dplan_ir::dtype::DType;
 use dplan_ir::entity::{BucketId, BufferId, FormId, ParamId, Table};
 use dplan_ir::mesh::AxisSet;
-use dplan_ir::plan::Zero;
+use dplan_ir::plan::{States, Zero};
 use dplan_ir::program::{Bucket, Buffer, Content, Member, Region, Role, Scalar, StageProgram, align};
 use dplan_ir::sharded::Stmt;
 use std::collections::BTreeMap;
@@ -32,6 +34,8 @@ pub(super) struct Home {
     /// Layers of this stage that use it, by position; several only for a shared parameter.
     pub layers: Vec<usize>,
     pub roles: BTreeMap<Role, BufferId>,
+    /// Where offloaded roles are while the update works on them.
+    pub staged: BTreeMap<Role, BufferId>,
     /// This rank's part of the parameters, which it updates: the home, or a piece of it in place.
     pub own_param: BufferId,
     /// The same of the gradients.
@@ -71,12 +75,14 @@ pub(super) struct Arena {
     pub layers: Vec<LayerBuffers>,
     pub scalars: BTreeMap<Scalar, BufferId>,
     end: u64,
+    /// Buffers in the memory of the host, at offsets from its start until the arena is complete.
+    host: Vec<BufferId>,
 }
 
 impl Arena {
     pub fn new(stage: Stage<'_>) -> Arena {
         let layers = stage.layers.iter().map(|l| LayerBuffers { forms: Table::filled(l.forms.len(), None), ..Default::default() }).collect();
-        let mut arena = Arena { program: StageProgram::default(), homes: Vec::new(), layers, scalars: BTreeMap::new(), end: 0 };
+        let mut arena = Arena { program: StageProgram::default(), homes: Vec::new(), layers, scalars: BTreeMap::new(), end: 0, host: Vec::new() };
         let bytes: Vec<LayerBytes> = stage.layers.iter().map(|l| l.bytes(stage.graph(), stage.mesh(), &stage.sharder.padded)).collect();
         arena.region("scalars", |arena, at| arena.scalars(stage, at));
         arena.region("states", |arena, at| arena.states(stage, at));
@@ -85,6 +91,9 @@ impl Arena {
         arena.region("workspace", |arena, at| at + workspace_region(arena.workspace(stage, at) - at));
         arena.region("ring", |arena, at| arena.ring(stage, at, &bytes));
         arena.program.arena_bytes = arena.end;
+        for &id in &arena.host {
+            arena.program.buffers[id].offset += arena.end;
+        }
         arena
     }
 
@@ -131,7 +140,7 @@ impl Arena {
                     self.layers[position].homes.push(home);
                     continue;
                 }
-                let (zero, types, size) = (stage.zero(position), stage.types(), stage.size(bucket));
+                let (States { zero, offload }, types, size) = (stage.states(position), stage.types(), stage.size(bucket));
                 let (data, elems) = (size.data(stage.mesh()), bucket_elems(size.elems, size.ways(stage.mesh())));
                 let mut offset = 0;
                 let members = bucket.members.iter().map(|m| {
@@ -147,9 +156,17 @@ impl Arena {
                 });
                 let mut roles = BTreeMap::new();
                 for role in types.roles() {
-                    let buffer = self.flat(stage, id, role, stage.pieces(role, zero, data), at);
+                    let on_host = is_offloaded(role, offload);
+                    let offset = if on_host { self.program.host_bytes } else { at };
+                    let buffer = self.flat(stage, id, role, stage.pieces(role, zero, data), offset);
                     roles.insert(role, buffer);
-                    at += align(self.program.buffers[buffer].bytes);
+                    let end = offset + align(self.program.buffers[buffer].bytes);
+                    if on_host {
+                        self.host.push(buffer);
+                        self.program.host_bytes = end;
+                    } else {
+                        at = end;
+                    }
                 }
                 let mut own = |role: Role| {
                     let home = roles[&role];
@@ -170,7 +187,17 @@ impl Arena {
                     shared.insert(first, home);
                 }
                 self.layers[position].homes.push(home);
-                self.homes.push(Home { bucket: id, zero, data, layers: vec![position], roles, own_param, own_grad, members });
+                self.homes.push(Home {
+                    bucket: id,
+                    zero,
+                    data,
+                    layers: vec![position],
+                    roles,
+                    staged: BTreeMap::new(),
+                    own_param,
+                    own_grad,
+                    members,
+                });
             }
         }
         for layer in &mut self.layers {
@@ -310,7 +337,7 @@ impl Arena {
     /// Turns alternate from one layer to the next that uses the ring in a pass; the backward pass goes on where the forward pass ended.
     fn ring(&mut self, stage: Stage<'_>, at: u64, bytes: &[LayerBytes]) -> u64 {
         let (mesh, types) = (stage.mesh(), stage.types());
-        let turn = bytes.iter().enumerate().map(|(i, b)| memory::ring_bytes(b, mesh, stage.zero(i), types)).max().unwrap_or(0);
+        let turn = bytes.iter().enumerate().map(|(i, b)| memory::ring_bytes(b, mesh, stage.states(i), types)).max().unwrap_or(0);
         let mut nth = 0;
         let forward = 0..stage.layers.len();
         for (pass, position) in forward.clone().map(|p| (0, p)).chain(forward.rev().map(|p| (1, p))) {
@@ -339,6 +366,18 @@ impl Arena {
                 }
             }
             nth += u64::from(offset > start);
+        }
+        let mut turns = (0..2).cycle();
+        for home in 0..self.homes.len() {
+            let of = &self.homes[home];
+            let offloaded: Vec<(Role, BufferId)> = of.roles.iter().filter(|(_, b)| self.host.contains(b)).map(|(&r, &b)| (r, b)).collect();
+            let (bucket, mut offset) = (of.bucket, at + if offloaded.is_empty() { 0 } else { turn * turns.next().unwrap_or(0) });
+            for (role, kept) in offloaded {
+                let Content::Flat { pieces, .. } = self.program.buffers[kept].content else { continue };
+                let staged = self.flat(stage, bucket, role, pieces, offset);
+                offset += align(self.program.buffers[staged].bytes);
+                self.homes[home].staged.insert(role, staged);
+            }
         }
         at + 2 * turn
     }

@@ -55,6 +55,7 @@ fn accesses(instr: &Instr, mut on: impl FnMut(BufferId, Access)) {
         Instr::Send { src, .. } => on(*src, Access::Read),
         Instr::Slice { src, dst, .. }
         | Instr::Collective { src, dst, .. }
+        | Instr::Copy { src, dst }
         | Instr::AddInto { src, dst }
         | Instr::SquareSum { src, dst, .. }
         | Instr::ClipScale { src, dst } => {

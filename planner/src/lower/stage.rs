@@ -8,7 +8,7 @@ use crate::memory::{BucketSize, StateTypes, in_pieces};
 use dplan_ir::graph::Graph;
 use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::pipeline::{Pipeline, Slots};
-use dplan_ir::plan::{Plan, Schedule, Zero};
+use dplan_ir::plan::{Plan, Schedule, States, Zero};
 use dplan_ir::program::{Role, Stream};
 use std::ops::Range;
 
@@ -90,6 +90,10 @@ impl<'a> Stage<'a> {
     /// The ZeRO stage of a layer, by position in this stage. One data rank has nothing to share.
     pub fn zero(&self, at: usize) -> Zero {
         if self.mesh().data().is_empty() { Zero(0) } else { self.plan.layer(self.layers[at].layer).zero }
+    }
+    /// Where a layer's states live.
+    pub fn states(&self, at: usize) -> States {
+        States { zero: self.zero(at), ..self.plan.layer(self.layers[at].layer).states() }
     }
     /// Axes of the mesh that have more than one rank.
     pub fn axes(&self) -> AxisSet {

@@ -7,6 +7,9 @@
 //! | 2 | reduce-scatter in the ring, add to own piece | | own piece | all-gather in place |
 //! | 3 | the same | | own piece | |
 //!
+//! States that are offloaded come in and go out on the copy stream: those of the first two buckets come in at the start of the update, those of the next but one when
+//! their turn of the ring is free.
+//!
 //! Where only pieces are summed, what is still pending over tensor-parallel axes comes at the start of the update: the compute stream, on which those ranks
 //! talk, would else wait for the scatter in the midst of the backward pass. A parameter with homes on several stages is summed over them there too: every stage
 //! has then done all its passes, so nobody waits in the midst of them. It counts once in the norm, at its first home, and all homes make the same update.
@@ -53,21 +56,34 @@ pub(super) fn reduce(body: &mut Body<'_>, layer: usize) {
 
 /// What follows the last backward pass.
 pub(super) fn update(body: &mut Body<'_>) {
+    let arena = body.arena;
+    let mut offloaded = arena.homes.iter().filter(|h| !h.staged.is_empty());
+    offloaded.by_ref().take(2).for_each(|home| copy_in(body, home));
     loss(body);
     pending(body);
     let scale = norm(body);
-    let arena = body.arena;
     for home in &arena.homes {
         let types = body.stage.types();
-        let state = if types.master() == Role::Param { home.own_param } else { home.roles[&types.master()] };
+        let at = |role: Role| home.staged.get(&role).or(home.roles.get(&role)).copied();
+        let state = if types.master() == Role::Param { Some(home.own_param) } else { at(types.master()) };
         let param = (types.master() != Role::Param).then_some(home.own_param);
-        let moments = [Role::Moment1, Role::Moment2].iter().filter_map(|role| home.roles.get(role).copied()).collect();
+        let moments = [Role::Moment1, Role::Moment2].into_iter().filter_map(at).collect();
+        let state = state.unwrap_or(home.own_param);
         body.issue(Stream::Compute, Instr::Update { state, grad: home.own_grad, moments, param, scale });
+        if !home.staged.is_empty() {
+            home.staged.iter().for_each(|(role, &src)| body.issue(Stream::Copy, Instr::Copy { src, dst: home.roles[role] }));
+            offloaded.next().into_iter().for_each(|next| copy_in(body, next));
+        }
         let whole = home.roles[&Role::Param];
         if whole != home.own_param {
             body.flat(Pattern::AllGather, home.data, home.own_param, whole);
         }
     }
+}
+
+/// Offloaded states to where the update finds them.
+fn copy_in(body: &mut Body<'_>, home: &Home) {
+    home.staged.iter().for_each(|(role, &dst)| body.issue(Stream::Copy, Instr::Copy { src: home.roles[role], dst }));
 }
 
 /// The loss is a sum over the ranks of the last stage.

@@ -72,6 +72,8 @@ pub struct Machine {
     pub nodes: u64,
     pub intra: Link,
     pub inter: Link,
+    /// Between the memories of a device and its host.
+    pub host: Link,
     /// Measured collectives inside a node; α–β of the links where an op was not measured.
     pub curves: Arc<Curves>,
 }
@@ -178,7 +180,7 @@ pub fn cpu(ranks: u64) -> Machine {
         // A rank is a thread: nothing but its arena counts.
         context: Bytes::ZERO,
     };
-    Machine { device, per_node: ranks, nodes: 1, intra: copy, inter: copy, curves: Arc::default() }
+    Machine { device, per_node: ranks, nodes: 1, intra: copy, inter: copy, host: copy, curves: Arc::default() }
 }
 
 /// The name in `known` with the fewest edits to `given`.

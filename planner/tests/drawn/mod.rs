@@ -72,7 +72,18 @@ pub fn instance(seed: u64, most_layers: u64, most_offers: u64) -> Instance {
     let compute = if dice.one_in(2) { DType::F32 } else { DType::Bf16 };
     let optimizer = if dice.one_in(3) { Optimizer::Sgd } else { Optimizer::AdamW };
     let clip = if dice.one_in(2) { Clip::GlobalNorm } else { Clip::None };
-    let pins = ["", "", "", "zero@0-0=0+1", "recompute=none", "schedule=gpipe", "pp=1+2"][dice.within(0, 6) as usize];
+    let pins = [
+        "",
+        "",
+        "",
+        "zero@0-0=0+1",
+        "recompute=none",
+        "schedule=gpipe",
+        "pp=1+2",
+        "offload=none+optimizer",
+        "offload=none+optimizer",
+        "offload=none+optimizer",
+    ][dice.within(0, 9) as usize];
     let pins = Pins::parse(pins).unwrap();
     let problem = Problem::new(&prices, devices, batch, StateTypes { compute, optimizer }, clip, pins, None);
     Instance { prices, problem }
@@ -128,6 +139,9 @@ impl Links for Drawn {
     }
     fn message(&self, _: &Mesh, from: u64, to: u64, bytes: u64) -> Nanos {
         Nanos(self.latency + (1 + (from + to / 2) % 2) * bytes / 100)
+    }
+    fn host_copy(&self, bytes: u64) -> Nanos {
+        Nanos(self.latency / 2 + bytes / 40)
     }
     fn sweep(&self, bytes: u64) -> Nanos {
         Nanos(bytes / 300)

@@ -13,7 +13,7 @@ use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::op::{Activation, Attention, Mask, Op, Renormalize, Rope, Rotation, Router, Spec};
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::pipeline::Pipeline;
-use dplan_ir::plan::{Clip, Gathered, LayerPlan, Plan, Recompute, Schedule, StagePlan, Zero};
+use dplan_ir::plan::{Clip, Gathered, LayerPlan, Offload, Plan, Recompute, Schedule, StagePlan, Zero};
 use dplan_ir::rule::{Assignment, Split};
 
 /// splitmix64 (doi:10.1145/2714064.2660195).
@@ -250,6 +250,7 @@ pub fn plan(graph: &Graph, degrees: Degrees, dice: &mut Dice) -> Plan {
     let options: Vec<LayerPlan> = (0..layers)
         .map(|layer| LayerPlan {
             zero: Zero(most_zero.min(if layer == 0 || layer + 1 == layers { tied_zero } else { dice.roll(4) as u8 })),
+            offload: dice.pick(&Offload::ALL),
             recompute: dice.pick(&Recompute::ALL),
             gathered: dice.pick(&[Gathered::Keep, Gathered::Again]),
             strategy: Vec::new(),

@@ -393,7 +393,8 @@ impl Run {
         let memory = attempt.session.memory();
         let rate = self.tokens() * self.steps_run as f64 / took;
         if self.args.json {
-            let ranks: Vec<_> = memory.iter().map(|m| json!({ "stage": m.stage, "arena_bytes": m.arena_bytes, "host_bytes": 0 })).collect();
+            let ranks: Vec<_> =
+                memory.iter().map(|m| json!({ "stage": m.stage, "arena_bytes": m.arena_bytes, "host_bytes": m.host_bytes })).collect();
             let summary = json!({
                 "steps": self.steps_run, "seconds": took, "tokens_per_second": rate, "first_loss": self.losses.map(|l| l.0),
                 "last_loss": self.losses.map(|l| l.1), "ranks": memory.len(), "memory": ranks,

@@ -1,4 +1,4 @@
-//! A rank's memory: one allocation, in which the program's buffers are byte ranges.
+//! A rank's memory: one allocation, in which the program's buffers are byte ranges; the program's host memory lies behind its arena.
 //!
 //! The memory is shared between threads as raw bytes. Who may touch which range when is what the program verifier proves; this module only
 //! checks that ranges lie inside the arena and are aligned, when a program is loaded.

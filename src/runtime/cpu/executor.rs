@@ -36,6 +36,7 @@ const EAGER: [usize; STREAMS] = [
     Stream::RecvForwardBack as usize,
     Stream::RecvBackwardBack as usize,
     Stream::Comm as usize,
+    Stream::Copy as usize,
     Stream::Compute as usize,
 ];
 
@@ -283,6 +284,10 @@ impl<'w> Executor<'w> {
             Action::Zero { dst } => {
                 // SAFETY: inside the slot.
                 unsafe { std::ptr::write_bytes(arena.at(dst, micro), 0, dst.bytes) }
+            }
+            Action::Copy { src, dst } => {
+                // SAFETY: `load` checked that the slots are of one size; a copy goes between two memories, so they do not overlap.
+                unsafe { std::ptr::copy_nonoverlapping(arena.at(src, micro).cast_const(), arena.at(dst, micro), dst.bytes) }
             }
             Action::AddInto { src, dst } => match (read(src), write(dst)) {
                 (Block::F32(src), BlockMut::F32(dst)) => flat::add_into(src, dst),

@@ -57,6 +57,10 @@ pub enum Action {
     Zero {
         dst: Slot,
     },
+    Copy {
+        src: Slot,
+        dst: Slot,
+    },
     AddInto {
         src: Slot,
         dst: Slot,
@@ -278,6 +282,11 @@ impl Loader<'_> {
                 self.message(*channel, *from as usize, self.stage, None, Some(slot))?
             }
             Instr::Zero { dst } => Action::Zero { dst: self.slot(*dst)? },
+            Instr::Copy { src, dst } => {
+                let (src, dst) = (self.slot(*src)?, self.slot(*dst)?);
+                self.same(&[src, dst])?;
+                Action::Copy { src, dst }
+            }
             Instr::AddInto { src, dst } => {
                 let (src, dst) = (self.float(*src)?, self.float(*dst)?);
                 self.same(&[src, dst])?;
@@ -407,7 +416,7 @@ impl Loader<'_> {
         self.of_stage.buffers.get(id).ok_or_else(|| format!("{id} does not exist"))
     }
     fn slot(&self, id: BufferId) -> Result<Slot, String> {
-        Slot::new(self.buffer(id)?, self.of_stage.arena_bytes, &self.program.mesh, self.local_rank).map_err(|why| format!("{id}: {why}"))
+        Slot::new(self.buffer(id)?, self.of_stage.end(), &self.program.mesh, self.local_rank).map_err(|why| format!("{id}: {why}"))
     }
     /// The slot of a buffer that is computed with.
     fn float(&self, id: BufferId) -> Result<Slot, String> {

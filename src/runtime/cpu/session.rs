@@ -70,7 +70,7 @@ impl Session {
     fn start(graph: Graph, program: Program, loaded: Loaded, options: &Options) -> Result<Session, RuntimeError> {
         let mut arenas = Vec::with_capacity(loaded.codes.len());
         for (rank, code) in loaded.codes.iter().enumerate() {
-            let bytes = program.stages[code.stage as usize].arena_bytes;
+            let bytes = program.stages[code.stage as usize].end();
             arenas.push(Arena::new(bytes).ok_or(RuntimeError::Memory { rank, bytes })?);
         }
         let count = arenas.len();
@@ -115,7 +115,11 @@ impl Session {
     /// What each rank allocated.
     pub fn memory(&self) -> Vec<RankMemory> {
         let codes = &self.shared.world.loaded.codes;
-        codes.iter().zip(&self.shared.world.arenas).map(|(code, arena)| RankMemory { stage: code.stage, arena_bytes: arena.bytes() }).collect()
+        let of = |code: &Code, arena: &Arena| {
+            let host_bytes = self.program.stages[code.stage as usize].host_bytes;
+            RankMemory { stage: code.stage, arena_bytes: arena.bytes() - host_bytes, host_bytes }
+        };
+        codes.iter().zip(&self.shared.world.arenas).map(|(code, arena)| of(code, arena)).collect()
     }
     /// Nanoseconds since the session began: the clock of [`Span`]s.
     pub fn clock(&self) -> u64 {
@@ -250,7 +254,7 @@ impl Session {
         let read = |stage: usize, which: Scalar| {
             let id = self.program.stages[stage].accumulates(which)?;
             let buffer = &self.program.stages[stage].buffers[id];
-            let slot = Slot::new(buffer, self.program.stages[stage].arena_bytes, &self.program.mesh, 0).ok()?;
+            let slot = Slot::new(buffer, self.program.stages[stage].end(), &self.program.mesh, 0).ok()?;
             debug_assert_eq!(self.program.stages[stage].buffers[id].slots.max(1), 1);
             // SAFETY: the step is over.
             Some(scalar(unsafe { shared.world.arenas[stage * self.program.mesh.ranks() as usize].read(&slot, 0) }))

@@ -239,7 +239,7 @@ fn each_rank(
         let seat = Seat { mesh: &program.mesh, padded: &program.padded, local_rank };
         let dims = &graph.values[graph.params[param].value].ty.dims;
         let block = Block::new(graph, dims, &member.sharding, seat, None);
-        let Ok(slot) = Slot::new(&of_stage.buffers[buffer], of_stage.arena_bytes, &program.mesh, local_rank) else { continue };
+        let Ok(slot) = Slot::new(&of_stage.buffers[buffer], of_stage.end(), &program.mesh, local_rank) else { continue };
         let start = first(local_rank);
         let held = start..start + slot.elems();
         block.each(|s| {

@@ -13,6 +13,7 @@ pub enum Damage {
     DropMessage,
     DropZero,
     DropAddInto,
+    DropCopy,
     DropSquareSum,
     DropUpdate,
     DropRecord,
@@ -58,12 +59,13 @@ pub enum Damage {
 }
 
 impl Damage {
-    pub const ALL: [Damage; 47] = [
+    pub const ALL: [Damage; 48] = [
         Damage::DropRun,
         Damage::DropCollective,
         Damage::DropMessage,
         Damage::DropZero,
         Damage::DropAddInto,
+        Damage::DropCopy,
         Damage::DropSquareSum,
         Damage::DropUpdate,
         Damage::DropRecord,
@@ -126,6 +128,7 @@ impl Cut<'_> {
             Damage::DropCollective => self.drop(|i| matches!(i, Instr::Collective { .. })),
             Damage::DropMessage => self.drop(|i| matches!(i, Instr::Send { .. } | Instr::Recv { .. })),
             Damage::DropZero => self.drop(|i| matches!(i, Instr::Zero { .. })),
+            Damage::DropCopy => self.drop(|i| matches!(i, Instr::Copy { .. })),
             Damage::DropAddInto => self.drop(|i| matches!(i, Instr::AddInto { .. })),
             Damage::DropSquareSum => self.drop(|i| matches!(i, Instr::SquareSum { .. } | Instr::ClipScale { .. })),
             Damage::DropUpdate => self.drop(|i| matches!(i, Instr::Update { .. })),
@@ -249,6 +252,7 @@ impl Cut<'_> {
                 Instr::Send { src, .. }
                 | Instr::Slice { src, .. }
                 | Instr::Collective { src, .. }
+                | Instr::Copy { src, .. }
                 | Instr::AddInto { src, .. }
                 | Instr::SquareSum { src, .. }
                 | Instr::ClipScale { src, .. } => Some(src),
@@ -262,6 +266,7 @@ impl Cut<'_> {
                 | Instr::Zero { dst }
                 | Instr::Slice { dst, .. }
                 | Instr::Collective { dst, .. }
+                | Instr::Copy { dst, .. }
                 | Instr::AddInto { dst, .. }
                 | Instr::SquareSum { dst, .. } => Some(dst),
                 Instr::Update { state, .. } => Some(state),

@@ -86,19 +86,25 @@ impl Cut<'_> {
                     }
                     joins
                 });
-                let mut end = 0;
                 let mut moved: Vec<(Range<u64>, u64)> = Vec::new();
-                for group in groups.into_iter().rev() {
-                    moved.push((group.clone(), end));
-                    end += (group.end - group.start).next_multiple_of(ALIGN);
-                }
+                let mut pack = |groups: &[Range<u64>], start: u64| {
+                    groups.iter().rev().fold(start, |end, group| {
+                        moved.push((group.clone(), end));
+                        end + (group.end - group.start).next_multiple_of(ALIGN)
+                    })
+                };
+                // Each memory by itself.
+                let (device, host) = groups.split_at(groups.partition_point(|g| g.start < stage.arena_bytes));
+                let empty = |b: &&Buffer| range(b).is_empty() && b.offset <= stage.arena_bytes;
+                let empty = stage.buffers.values().filter(empty).map(|b| b.offset).max().unwrap_or(0);
+                let arena_bytes = pack(device, 0).max(empty);
+                let end = pack(host, arena_bytes);
                 for (_, buffer) in stage.buffers.iter_mut() {
                     if let Some((group, to)) = moved.iter().find(|(g, _)| g.contains(&buffer.offset)) {
                         buffer.offset = buffer.offset - group.start + to;
                     }
                 }
-                let empty = stage.buffers.values().filter(|b| range(b).is_empty()).map(|b| b.offset).max().unwrap_or(0);
-                stage.arena_bytes = end.max(empty);
+                (stage.arena_bytes, stage.host_bytes) = (arena_bytes, end - arena_bytes);
                 stage.regions = vec![Region { name: "all".into(), offset: 0, bytes: stage.arena_bytes }];
                 Some(format!("stage {at}"))
             }

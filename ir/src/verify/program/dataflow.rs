@@ -272,6 +272,7 @@ impl<'a> Walk<'a> {
             }
             Instr::Collective { pattern, axes, stages, src, dst, .. } => self.collective(*pattern, *axes, !stages.is_empty(), *src, *dst),
             &Instr::Zero { dst } => self.put(dst, Fact::Zero),
+            &Instr::Copy { src, dst } => self.copy_flat(src, dst),
             &Instr::AddInto { src, dst } => match &self.types.stage.buffers[src].content {
                 &Content::Value { value, .. } => {
                     self.read(src);

@@ -213,6 +213,14 @@ impl Walk<'_> {
         }
     }
 
+    /// dst ← src, both all of a role or the same piece of it.
+    pub fn copy_flat(&mut self, src: BufferId, dst: BufferId) {
+        self.note_read(src);
+        let profile = self.profile(src);
+        self.note_write(dst);
+        self.paste(dst, &profile);
+    }
+
     /// dst ← dst + src, of equal pieces of one gradient.
     pub fn add_flat(&mut self, src: BufferId, dst: BufferId) {
         let (Content::Flat { bucket, .. } | Content::Member { bucket, .. }) = self.types.stage.buffers[dst].content else { return };

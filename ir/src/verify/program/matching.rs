@@ -50,6 +50,7 @@ impl Communicator {
             | Instr::Input { .. }
             | Instr::Slice { .. }
             | Instr::Zero { .. }
+            | Instr::Copy { .. }
             | Instr::AddInto { .. }
             | Instr::SquareSum { .. }
             | Instr::ClipScale { .. }

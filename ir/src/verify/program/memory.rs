@@ -70,7 +70,7 @@ pub(super) struct Layout {
 
 impl Layout {
     pub fn new(program: &Program, stage: &StageProgram) -> Layout {
-        let mut starts = vec![0, stage.arena_bytes];
+        let mut starts = vec![0, stage.arena_bytes, stage.end()];
         let slots = |buffer: &Buffer| buffer.slots.min(program.micro_batches);
         let footprint = |buffer: &Buffer| buffer.bytes * program.mesh.size(buffer.piece_axes);
         for buffer in stage.buffers.values() {

@@ -141,6 +141,9 @@ impl Checker<'_> {
             }
             end = region.offset.saturating_add(region.bytes);
         }
+        if self.stage.arena_bytes.checked_add(self.stage.host_bytes).is_none() {
+            self.fault("arena and host memory are too large".into());
+        }
         if end != self.stage.arena_bytes {
             self.fault(format!("the regions end at {end}, the arena at {}", self.stage.arena_bytes));
         }
@@ -260,7 +263,9 @@ impl Checker<'_> {
             (buffer.slots - 1).checked_mul(buffer.slot_stride).and_then(|n| n.checked_add(footprint)).and_then(|n| n.checked_add(buffer.offset));
         match end {
             Some(end) if end <= self.stage.arena_bytes => Ok(()),
-            _ => Err(format!("ends behind the arena of {} bytes", self.stage.arena_bytes)),
+            Some(end) if buffer.offset >= self.stage.arena_bytes && end <= self.stage.end() => Ok(()),
+            Some(end) if end <= self.stage.end() => Err("lies in two memories".into()),
+            _ => Err(format!("ends behind the arena of {} bytes", self.stage.end())),
         }
     }
 
@@ -287,6 +292,13 @@ impl Checker<'_> {
     fn instr(&self, instr: &Instr) -> Result<(), (Option<BufferId>, String)> {
         if let Some(bad) = buffers_of(instr).into_iter().find(|&b| b.index() >= self.stage.buffers.len()) {
             return Err((None, format!("{bad} is not a buffer of this stage")));
+        }
+        let on_host = buffers_of(instr).into_iter().filter(|&b| self.stage.is_on_host(b));
+        match (instr, on_host.collect::<Vec<_>>()[..].split_first()) {
+            (Instr::Copy { .. }, Some((_, []))) => {}
+            (Instr::Copy { dst, .. }, _) => return Err((Some(*dst), "a copy goes between the memories of device and host".into())),
+            (_, Some((&first, _))) => return Err((Some(first), "only copies reach the memory of the host".into())),
+            (_, None) => {}
         }
         let err = |why: String| Err((None, why));
         let stages = self.program.stages.len() as u32;
@@ -338,7 +350,7 @@ impl Checker<'_> {
                 Content::Value { value, .. } if self.graph.values.get(*value).is_some_and(|v| v.def == Def::Input) => {}
                 _ => return Err((Some(*dst), "expected the buffer of a graph input".into())),
             },
-            Instr::Zero { .. } | Instr::AddInto { .. } | Instr::ClipScale { .. } | Instr::Update { .. } => {}
+            Instr::Zero { .. } | Instr::Copy { .. } | Instr::AddInto { .. } | Instr::ClipScale { .. } | Instr::Update { .. } => {}
         }
         Ok(())
     }
@@ -398,6 +410,7 @@ pub fn buffers_of(instr: &Instr) -> Vec<BufferId> {
         Instr::Send { src, .. } => vec![*src],
         Instr::Slice { src, dst, .. }
         | Instr::Collective { src, dst, .. }
+        | Instr::Copy { src, dst }
         | Instr::AddInto { src, dst }
         | Instr::SquareSum { src, dst, .. }
         | Instr::ClipScale { src, dst } => vec![*src, *dst],

@@ -78,6 +78,10 @@ impl Types<'_> {
                 Content::Flat { role: Role::Grad, .. } | Content::Member { role: Role::Grad, .. } | Content::Scalar(_) => Ok(()),
                 _ => fault(dst, "only what accumulates (gradients, scalars) is cleared"),
             },
+            &Instr::Copy { src, dst } => match (self.content(src), self.content(dst)) {
+                (Content::Flat { .. }, Content::Flat { .. }) if self.content(src) == self.content(dst) => Ok(()),
+                _ => fault(dst, "a copy is of a flat buffer, to one of the same"),
+            },
             &Instr::AddInto { src, dst } => self.add_into(src, dst),
             &Instr::SquareSum { src, dst, once } => self.square_sum(src, dst, once),
             &Instr::ClipScale { src, dst } => {

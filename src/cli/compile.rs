@@ -58,7 +58,7 @@ pub struct Args {
     /// Also the fewest devices that hold a plan, in whole nodes, and the best plan there.
     #[arg(long)]
     min_devices: bool,
-    /// Also the best plan on another machine: link, intra, inter, latency, memory, compute, bandwidth or nodes, by a factor; may be repeated.
+    /// Also the best plan on another machine: link, intra, inter, host, latency, memory, compute, bandwidth or nodes, by a factor; may be repeated.
     #[arg(long, value_name = "k=FACTORx,…", value_parser = sensitivity::scenario)]
     what_if: Vec<Scenario>,
     /// Length of the training run, such as 1T: gives its days.

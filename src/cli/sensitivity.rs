@@ -25,6 +25,7 @@ enum Key {
     Link,
     Intra,
     Inter,
+    Host,
     Latency,
     Memory,
     Compute,
@@ -32,10 +33,11 @@ enum Key {
     Nodes,
 }
 
-const KEYS: [(&str, Key); 8] = [
+const KEYS: [(&str, Key); 9] = [
     ("link", Key::Link),
     ("intra", Key::Intra),
     ("inter", Key::Inter),
+    ("host", Key::Host),
     ("latency", Key::Latency),
     ("memory", Key::Memory),
     ("compute", Key::Compute),
@@ -70,7 +72,7 @@ impl Scenario {
     /// The question with the machine changed.
     fn apply<'a>(&self, options: &Options<'a>) -> Options<'a> {
         let mut options = options.clone();
-        let Machine { device, per_node, nodes, intra, inter, curves: _ } = &mut options.cluster;
+        let Machine { device, per_node, nodes, intra, inter, host, curves: _ } = &mut options.cluster;
         for &(key, factor) in &self.changes {
             let times = |n: u64| ((n as f64 * factor).round() as u64).max(1);
             let rate = |r: &mut PerSecond| *r = PerSecond(times(r.0));
@@ -78,6 +80,7 @@ impl Scenario {
                 Key::Link => [&mut intra.bandwidth, &mut inter.bandwidth].into_iter().for_each(rate),
                 Key::Intra => rate(&mut intra.bandwidth),
                 Key::Inter => rate(&mut inter.bandwidth),
+                Key::Host => rate(&mut host.bandwidth),
                 Key::Latency => [&mut intra.latency, &mut inter.latency].into_iter().for_each(|l| *l = Nanos(times(l.0))),
                 Key::Memory => {
                     device.memory = Bytes(times(device.memory.0));

@@ -19,7 +19,7 @@ use dplan_kernels::cpu::Threads;
 
 use super::arena::{Arena, Slot};
 use super::executor::{Executor, Poisoned, Seen, World, scalar};
-use super::load::{Action, Item, Loaded, load};
+use super::load::{Action, Code, Item, Loaded, load};
 use super::state::{self, Holding, Which};
 use crate::runtime::{Batch, Options, RankMemory, Rehearsal, Rows, RuntimeError, Span, Stall, StepResult};
 

@@ -12,6 +12,8 @@ use dplan_ir::dtype::DType;
 use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::{Hyper, StepScalars};
 use dplan_ir::plan::Offload;
+use dplan_ir::verify::verify_program;
+use dplan_planner::lower;
 use dplan_planner::request::Refusal;
 use dplan_planner::units::Bytes;
 use std::sync::Arc;
@@ -51,15 +53,16 @@ fn offloaded_states_train_bitwise_alike() {
         ("cpu:2", DType::F32, "dp=1,pp=2,tp=1,micro=1,schedule=zb-h1,recompute=none"),
     ] {
         let graph = model(dtype);
-        let with = |offload: &str| {
-            let compiled = compile(&graph, &options(cluster, 8, dtype, &format!("{pins},offload={offload}"))).unwrap();
-            let (losses, memory) = train(&compiled.file);
-            (compiled, losses, memory)
-        };
-        let (kept, kept_losses, on_device) = with("none");
-        let (_, moved_losses, on_host) = with("optimizer");
-        assert_eq!(kept_losses, moved_losses, "{pins}");
-        assert!(!offloads(&kept) && on_device.iter().all(|m| m.host_bytes == 0));
+        let compiled = compile(&graph, &options(cluster, 8, dtype, &format!("{pins},offload=none"))).unwrap();
+        assert!(!offloads(&compiled));
+        let mut file = compiled.file;
+        let (kept, on_device) = train(&file);
+        file.plan.options.iter_mut().for_each(|o| o.offload = Offload::Optimizer);
+        file.program = lower::lower(&file.graph, &file.plan).unwrap();
+        verify_program(&file.graph, &file.program).unwrap();
+        let (moved, on_host) = train(&file);
+        assert_eq!(kept, moved, "{pins}");
+        assert!(on_device.iter().all(|m| m.host_bytes == 0));
         for (host, device) in on_host.iter().zip(&on_device) {
             assert!(host.host_bytes > 0 && host.arena_bytes < device.arena_bytes, "{pins}: {host:?} beside {device:?}");
         }

@@ -213,6 +213,7 @@ fn work(plan: &PlanFile, stage: usize, instr: &Instr, machine: &Machine) -> Opti
         }
         Instr::Send { to, src, .. } => Some(Work::Message { from: stage as u64, to: u64::from(*to), bytes: bytes(src) }),
         Instr::Recv { from, dst, .. } => Some(Work::Message { from: u64::from(*from), to: stage as u64, bytes: bytes(dst) }),
-        Instr::ClipScale { .. } | Instr::Record(_) | Instr::Wait(_) => None,
+        // The host's link is no part of what is fitted.
+        Instr::Copy { .. } | Instr::ClipScale { .. } | Instr::Record(_) | Instr::Wait(_) => None,
     }
 }

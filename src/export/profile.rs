@@ -130,6 +130,7 @@ pub fn label(graph: &Graph, program: &Program, stage: usize, instr: &Instr) -> S
         Instr::Collective { pattern, .. } => pattern.name().into(),
         Instr::Send { .. } => "send".into(),
         Instr::Recv { .. } => "recv".into(),
+        Instr::Copy { .. } => "copy".into(),
         Instr::Input { .. } => compute("load"),
         Instr::Slice { .. } => compute("slice"),
         Instr::Zero { .. } => compute("zero"),
@@ -151,6 +152,7 @@ pub fn moved_bytes(program: &Program, stage: usize, instr: &Instr) -> Option<u64
         Instr::Run { .. }
         | Instr::Input { .. }
         | Instr::Slice { .. }
+        | Instr::Copy { .. }
         | Instr::Zero { .. }
         | Instr::AddInto { .. }
         | Instr::SquareSum { .. }
@@ -177,6 +179,7 @@ fn instruction(session: &Session, graph: &Graph, program: &Program, rank: usize,
         Instr::Send { .. } => ("p2p", json!({ "op": "send", "bytes": bytes, "peer": peer() })),
         Instr::Recv { .. } => ("p2p", json!({ "op": "recv", "bytes": bytes, "peer": peer() })),
         Instr::Record(_) | Instr::Wait(_) => ("range", json!({})),
+        Instr::Copy { .. } => ("copy", json!({ "micro_batch": span.micro_batch })),
         Instr::Run { .. }
         | Instr::Input { .. }
         | Instr::Slice { .. }

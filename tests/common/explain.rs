@@ -70,6 +70,7 @@ pub fn explain(program: &Program, code: &Code, log: &[Call]) -> Result<(), Strin
                     let call = calls.next(&what)?;
                     expect(matches!(call, Call::Rows { bytes: n, stream, .. } if *n == bytes(dst) && *stream == on), call, &what)?;
                 }
+                Instr::Copy { .. } => return Err(format!("nothing lies on the host {what}")),
                 Instr::Zero { dst } => {
                     let call = calls.next(&what)?;
                     expect(matches!(call, Call::Zero { bytes: n, stream, .. } if *n == bytes(dst) && *stream == on), call, &what)?;

@@ -197,6 +197,7 @@ impl<'w> Executor<'w> {
             Action::Run { .. }
             | Action::Input { .. }
             | Action::Slice { .. }
+            | Action::Copy { .. }
             | Action::Zero { .. }
             | Action::AddInto { .. }
             | Action::SquareSum { .. }

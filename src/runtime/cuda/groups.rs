@@ -61,6 +61,7 @@ pub fn families(program: &Program) -> Vec<Family> {
                 Instr::Run { .. }
                 | Instr::Input { .. }
                 | Instr::Slice { .. }
+                | Instr::Copy { .. }
                 | Instr::Zero { .. }
                 | Instr::AddInto { .. }
                 | Instr::SquareSum { .. }

@@ -212,6 +212,7 @@ fn action(of: &Of<'_>, instr: &Instr) -> Result<Action, String> {
         Instr::Recv { from, channel, dst } => {
             Action::Recv(Transfer { members: pair(view, *from, view.stage as u32), channel: *channel, peer: 0, place: place(dst)? })
         }
+        Instr::Copy { .. } => return Err("ranks on GPUs keep nothing on the host yet: compile with --pin offload=none".into()),
         Instr::Zero { dst } => Action::Zero { dst: place(dst)? },
         Instr::AddInto { src, dst } => {
             let (src, dst) = (place(src)?, place(dst)?);

@@ -51,7 +51,7 @@ pub struct Closed {
 pub struct Statistics {
     /// Tuples in the space.
     pub space: usize,
-    /// Tuples solved exactly.
+    /// Tuples whose stages were solved, exactly or by a relaxation that was enough.
     pub solved: usize,
     /// No plan of the space is below this, nanoseconds.
     pub lower_bound: u64,
@@ -110,7 +110,6 @@ pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bo
     // With the tuple it is of.
     let mut best: Option<(usize, Found)> = None;
     let mut objective = NEVER;
-    let mut solved = 0;
     let mut lower_bound = None;
     let mut open: Vec<(u64, usize)> = Vec::new();
     // Out of time without a plan, tuples are followed to their ends one by one: an answer needs some plan.
@@ -156,7 +155,6 @@ pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bo
                 go_on((least, Level::Relaxed, at));
             }
             Level::Relaxed => {
-                solved += 1;
                 for (priced, menus) in price(problem, prices, space[at], 0) {
                     if priced >= objective {
                         break;
@@ -198,6 +196,7 @@ pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bo
     }
     let lower_bound = lower_bound.unwrap_or(objective);
     let gap = if best.is_some() { (objective - lower_bound) as f64 / objective as f64 } else { 0.0 };
+    let solved = how.iter().filter(|how| matches!(how, Some(How::Best(_) | How::Nothing(_)))).count();
     let statistics = Statistics { space: space.len(), solved, lower_bound, gap, proved };
     let closed = space.into_iter().zip(how).map(|(tuple, how)| Closed { tuple, how: how.unwrap_or(How::Open(0)) }).collect();
     Outcome { best: best.map(|(_, found)| found), closed, statistics }

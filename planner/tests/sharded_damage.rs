@@ -72,8 +72,12 @@ const DAMAGES: [(&str, Damage); 8] = [
         made
     }),
     ("a reduction is of another kind", |_, s, dice| {
-        let at = dice.roll(s.body.len() as u64) as usize;
-        let Stmt::Reshard { step: Step::AllReduce { monoid, .. } | Step::ReduceScatter { monoid, .. }, .. } = &mut s.body[at] else { return false };
+        let mut reductions: Vec<&mut Monoid> = s.body.iter_mut().filter_map(reduction).collect();
+        let count = reductions.len() as u64;
+        if count == 0 {
+            return false;
+        }
+        let monoid = &mut *reductions[dice.roll(count) as usize];
         *monoid = if *monoid == Monoid::Sum { Monoid::Max } else { Monoid::Sum };
         true
     }),
@@ -91,6 +95,13 @@ const DAMAGES: [(&str, Damage); 8] = [
         true
     }),
 ];
+
+fn reduction(stmt: &mut Stmt) -> Option<&mut Monoid> {
+    match stmt {
+        Stmt::Reshard { step: Step::AllReduce { monoid, .. } | Step::ReduceScatter { monoid, .. }, .. } => Some(monoid),
+        Stmt::Reshard { step: Step::AllGather { .. } | Step::Slice { .. }, .. } | Stmt::Run { .. } => None,
+    }
+}
 
 #[test]
 fn damage_is_noticed() {

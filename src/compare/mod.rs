@@ -1,6 +1,6 @@
 //! A plan's prediction against a recorded run: by parts of the step, by class of op, by collective, by memory; and which differences make up the whole.
 //!
-//! Where the profile names instructions ([`observe`]), each is compared with its own prediction; any other profile is compared by parts alone.
+//! Where the profile names instructions ([`mod@observe`]), each is compared with its own prediction; any other profile is compared by parts alone.
 
 pub mod observe;
 

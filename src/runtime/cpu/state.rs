@@ -197,11 +197,11 @@ pub unsafe fn copy_in(arenas: &[Arena], holding: &Holding, bytes: &[u8]) {
     }
 }
 
-/// The buffer of a role that the bucket's update reads or writes; where nothing is updated, the role's home.
+/// The buffer of a role that the bucket's update reads or writes, or what that is copied to afterwards; where nothing is updated, the role's home.
 fn updated(stage: &StageProgram, bucket: dplan_ir::entity::BucketId, role: Role) -> Option<BufferId> {
     let of_bucket = |id: BufferId| matches!(stage.buffers[id].content, Content::Flat { bucket: b, .. } if b == bucket);
-    let instrs = stage.segments.values().flat_map(|s| &s.body);
-    let found = instrs.filter_map(|issue| match &issue.instr {
+    let instrs = || stage.segments.values().flat_map(|s| &s.body);
+    let found = instrs().filter_map(|issue| match &issue.instr {
         Instr::Update { state, grad, moments, .. } if of_bucket(*state) => match role {
             Role::Param | Role::Master => Some(*state),
             Role::Grad => Some(*grad),
@@ -210,7 +210,14 @@ fn updated(stage: &StageProgram, bucket: dplan_ir::entity::BucketId, role: Role)
         },
         _ => None,
     });
-    found.into_iter().next().or_else(|| stage.home(bucket, role))
+    let kept = |staged: BufferId| {
+        let mut copies = instrs().filter_map(|issue| match issue.instr {
+            Instr::Copy { src, dst } if src == staged => Some(dst),
+            _ => None,
+        });
+        copies.next().unwrap_or(staged)
+    };
+    found.into_iter().next().map(kept).or_else(|| stage.home(bucket, role))
 }
 
 /// Every stage that has the parameter (a tied one may have several), with its bucket and its place in it.

@@ -156,9 +156,12 @@ impl<'a> View<'a> {
     }
     fn local_type(&self, id: BufferId, value: ValueId, sharding: &Sharding) -> Result<LocalType, String> {
         let ty = &self.graph.values.get(value).ok_or_else(|| format!("{value} does not exist"))?.ty;
+        if ty.dims.len() != sharding.dims.len() {
+            return Err(format!("{id} has a sharding of {} dims for {value}", sharding.dims.len()));
+        }
         let divides = |(&dim, &axes)| self.program.padded.size(dim).is_multiple_of(self.program.mesh.size(axes));
-        if ty.dims.len() != sharding.dims.len() || !ty.dims.iter().zip(&sharding.dims).all(divides) {
-            return Err(format!("{id}: its sharding does not fit {value}"));
+        if !ty.dims.iter().zip(&sharding.dims).all(divides) {
+            return Err(format!("{id}: the sharding of {value} does not divide its dims"));
         }
         let buffer = self.buffer(id)?;
         let local = LocalType { dtype: buffer.dtype, ..local_type(ty, sharding, &self.program.padded, &self.program.mesh) };

@@ -74,7 +74,7 @@ pub enum Call {
 
 /// All devices of a job.
 pub struct World {
-    library: Library,
+    kernels: Library,
     devices: Vec<Device>,
     groups: Vec<Group>,
     random: u64,
@@ -138,7 +138,8 @@ enum Op {
 impl World {
     pub fn new(library: Library, ranks: u64, seed: u64) -> Rc<RefCell<World>> {
         let devices = (0..ranks).map(|_| Device::default()).collect();
-        let world = World { library, devices, groups: Vec::new(), random: seed, launched: 0, calls: 0, fails: None, after_failure: Vec::new() };
+        let world =
+            World { kernels: library, devices, groups: Vec::new(), random: seed, launched: 0, calls: 0, fails: None, after_failure: Vec::new() };
         Rc::new(RefCell::new(world))
     }
     pub fn take_log(&mut self, rank: u64) -> Vec<Call> {
@@ -164,7 +165,7 @@ impl World {
         self.launched
     }
     pub fn into_library(self) -> Library {
-        self.library
+        self.kernels
     }
 
     fn below(&mut self, n: usize) -> usize {
@@ -231,7 +232,7 @@ impl World {
                     }
                 });
                 // SAFETY: each range is inside one allocation, checked above.
-                unsafe { self.library.launch(&launch, &operands, self.launched) }.unwrap_or_else(|e| panic!("rank {rank}: {e}"));
+                unsafe { self.kernels.launch(&launch, &operands, self.launched) }.unwrap_or_else(|e| panic!("rank {rank}: {e}"));
             }
             // SAFETY: both ranges were checked when the call was made, and are of different allocations.
             Op::Copy { from, to, bytes } => unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, bytes as usize) },

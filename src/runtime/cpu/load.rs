@@ -7,13 +7,11 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use dplan_ir::dtype::DType;
-use dplan_ir::entity::{BufferId, NodeId, ParamId, SegmentId, Table, ValueId};
-use dplan_ir::extent::{OpContext, Seat, context};
-use dplan_ir::graph::{Graph, Layout};
+use dplan_ir::entity::{BufferId, NodeId, ParamId, SegmentId, Table};
+use dplan_ir::graph::Graph;
 use dplan_ir::mesh::AxisSet;
 use dplan_ir::optimizer::{DecayGroups, Optimizer, decays};
-use dplan_ir::program::{Channel, Content, Instr, Pattern, Program, StageProgram, Stream, Write};
-use dplan_ir::sharding::{LocalType, Sharding, local_type};
+use dplan_ir::program::{Channel, Content, Instr, Pattern, Program, Stream, Write};
 use dplan_kernels::cpu::Kernel;
 
 use super::arena::Slot;
@@ -21,6 +19,7 @@ use super::collective::Work;
 use super::meeting::Communicator;
 use crate::runtime::RuntimeError;
 use crate::runtime::block::Block;
+use crate::runtime::view::View;
 
 /// An instruction made ready for one rank.
 #[derive(Debug)]
@@ -145,10 +144,10 @@ pub fn load(graph: &Graph, program: &Program, groups: DecayGroups) -> Result<Loa
     let mut loaded = Loaded::default();
     // How many meetings of each communicator each of its members issues.
     let mut counts: Vec<BTreeMap<usize, u64>> = Vec::new();
-    for (stage, of_stage) in program.stages.iter().enumerate() {
+    for stage in 0..program.stages.len() {
         for local_rank in 0..program.mesh.ranks() {
-            let mut loader =
-                Loader { graph, program, decays: &decays, stage, of_stage, local_rank, communicators: &mut communicators, loaded: &mut loaded };
+            let view = View { graph, program, stage, local_rank };
+            let mut loader = Loader { view, decays: &decays, communicators: &mut communicators, loaded: &mut loaded };
             let code = loader.code()?;
             let rank = loader.rank(stage, local_rank);
             for item in code.queues.iter().flatten() {
@@ -174,25 +173,22 @@ pub fn load(graph: &Graph, program: &Program, groups: DecayGroups) -> Result<Loa
 
 /// Loads one rank.
 struct Loader<'a> {
-    graph: &'a Graph,
-    program: &'a Program,
+    view: View<'a>,
     decays: &'a Table<ParamId, bool>,
-    stage: usize,
-    of_stage: &'a StageProgram,
-    local_rank: u64,
     communicators: &'a mut BTreeMap<Key, usize>,
     loaded: &'a mut Loaded,
 }
 
 impl Loader<'_> {
     fn code(&mut self) -> Result<Code, RuntimeError> {
-        let mut code = Code { stage: self.stage as u32, actions: Vec::new(), origins: Vec::new(), queues: Default::default(), records: 0 };
+        let (stage, of_stage) = (self.view.stage as u32, self.view.of_stage());
+        let mut code = Code { stage, actions: Vec::new(), origins: Vec::new(), queues: Default::default(), records: 0 };
         let mut first = Vec::new();
-        for (id, segment) in self.of_stage.segments.iter() {
+        for (id, segment) in of_stage.segments.iter() {
             first.push(code.actions.len());
             for (at, issue) in segment.body.iter().enumerate() {
                 let action = self.action(&issue.instr).map_err(|why| RuntimeError::Program {
-                    stage: self.stage as u32,
+                    stage,
                     at: format!("{} {id}, instruction {at}", segment.kind.name()),
                     why,
                 })?;
@@ -200,11 +196,11 @@ impl Loader<'_> {
                 code.origins.push((id, at));
             }
         }
-        let mut latest = vec![0u32; self.of_stage.events as usize];
+        let mut latest = vec![0u32; of_stage.events as usize];
         let mut meetings: BTreeMap<usize, u32> = BTreeMap::new();
-        for call in &self.of_stage.schedule {
-            let segment = self.of_stage.segments.get(call.segment).ok_or_else(|| RuntimeError::Program {
-                stage: self.stage as u32,
+        for call in &of_stage.schedule {
+            let segment = of_stage.segments.get(call.segment).ok_or_else(|| RuntimeError::Program {
+                stage,
                 at: "schedule".into(),
                 why: format!("{} does not exist", call.segment),
             })?;
@@ -232,23 +228,24 @@ impl Loader<'_> {
     }
 
     fn action(&mut self, instr: &Instr) -> Result<Action, String> {
-        let mesh = &self.program.mesh;
+        let View { program, local_rank, .. } = self.view;
+        let mesh = &program.mesh;
         Ok(match instr {
             Instr::Run { node, ins, outs, scratch, write } => self.run(*node, ins, outs, *scratch, *write)?,
             Instr::Input { dst } => self.input(*dst)?,
             Instr::Slice { src, dst, axes, dim } => {
-                let shape = self.shape(*src, *dim)?;
+                let [_, elems] = self.view.shape(*src, *dim)?;
                 let (src, dst) = (self.slot(*src)?, self.slot(*dst)?);
-                let (row, ways) = (shape.row * src.dtype.size() as usize, mesh.size(*axes) as usize);
+                let (row, ways) = ((elems * src.dtype.size()) as usize, mesh.size(*axes) as usize);
                 if row % ways != 0 || dst.bytes * ways != src.bytes {
-                    return Err(format!("a dim of {} elements in {ways} blocks", shape.row));
+                    return Err(format!("a dim of {elems} elements in {ways} blocks"));
                 }
                 let len = row / ways;
-                Action::Slice { src, dst, row, start: mesh.position(self.local_rank, *axes) as usize * len, len }
+                Action::Slice { src, dst, row, start: mesh.position(local_rank, *axes) as usize * len, len }
             }
             Instr::Collective { pattern, axes, stages, dim, monoid, src, dst } => {
                 let (from, to) = (self.slot(*src)?, self.slot(*dst)?);
-                let members = self.group(*axes, stages);
+                let members: Vec<usize> = self.view.group(*axes, stages).into_iter().map(|r| r as usize).collect();
                 let (ways, dtype) = (members.len(), from.dtype);
                 let sized = |whole: Slot, part: Slot| {
                     if part.bytes * ways == whole.bytes { Ok(()) } else { Err(format!("{} of {} bytes in {ways} blocks", whole.bytes, part.bytes)) }
@@ -258,13 +255,13 @@ impl Loader<'_> {
                     Pattern::AllReduce => Work::AllReduce { elems: from.elems(), monoid: *monoid, dtype },
                     Pattern::ReduceScatter => {
                         sized(from, to)?;
-                        let shape = self.shape(*src, *dim)?;
-                        Work::ReduceScatter { outer: shape.outer, block: shape.row / ways, monoid: *monoid, dtype }
+                        let [outer, row] = self.view.shape(*src, *dim)?.map(|n| n as usize);
+                        Work::ReduceScatter { outer, block: row / ways, monoid: *monoid, dtype }
                     }
                     Pattern::AllGather => {
                         sized(to, from)?;
-                        let shape = self.shape(*dst, *dim)?;
-                        Work::AllGather { outer: shape.outer, block: shape.row / ways, dtype }
+                        let [outer, row] = self.view.shape(*dst, *dim)?.map(|n| n as usize);
+                        Work::AllGather { outer, block: row / ways, dtype }
                     }
                 };
                 if *pattern != Pattern::AllGather && dtype == DType::I32 {
@@ -275,11 +272,11 @@ impl Loader<'_> {
             }
             Instr::Send { to, channel, src } => {
                 let slot = self.slot(*src)?;
-                self.message(*channel, self.stage, *to as usize, Some(slot), None)?
+                self.message(*channel, self.view.stage, *to as usize, Some(slot), None)?
             }
             Instr::Recv { from, channel, dst } => {
                 let slot = self.slot(*dst)?;
-                self.message(*channel, *from as usize, self.stage, None, Some(slot))?
+                self.message(*channel, *from as usize, self.view.stage, None, Some(slot))?
             }
             Instr::Zero { dst } => Action::Zero { dst: self.slot(*dst)? },
             Instr::Copy { src, dst } => {
@@ -293,7 +290,7 @@ impl Loader<'_> {
                 Action::AddInto { src, dst }
             }
             Instr::SquareSum { src, dst, once } => {
-                if mesh.position(self.local_rank, *once) == 0 {
+                if mesh.position(local_rank, *once) == 0 {
                     Action::SquareSum { src: self.float(*src)?, dst: self.float(*dst)? }
                 } else {
                     Action::Nothing
@@ -301,7 +298,7 @@ impl Loader<'_> {
             }
             Instr::ClipScale { src, dst } => Action::ClipScale { src: self.float(*src)?, dst: self.float(*dst)? },
             Instr::Update { state: at, grad, moments, param, scale } => {
-                let optimizer = self.program.optimizer.ok_or("the program has no optimizer")?;
+                let optimizer = program.optimizer.ok_or("the program has no optimizer")?;
                 let (state, grad) = (self.float(*at)?, self.float(*grad)?);
                 let moments = moments.iter().map(|&m| self.float(m)).collect::<Result<Vec<_>, _>>()?;
                 if moments.len() != optimizer.moments() {
@@ -315,7 +312,7 @@ impl Loader<'_> {
                 let stretches = self.stretches(*at, &state);
                 Action::Update { optimizer, state, grad, moments, param, scale: scale.map(|s| self.float(s)).transpose()?, stretches }
             }
-            Instr::Record(event) | Instr::Wait(event) if event.0 >= self.of_stage.events => return Err(format!("{event} does not exist")),
+            Instr::Record(event) | Instr::Wait(event) if event.0 >= self.view.of_stage().events => return Err(format!("{event} does not exist")),
             Instr::Record(_) => Action::Record,
             Instr::Wait(_) => Action::Wait,
         })
@@ -324,30 +321,20 @@ impl Loader<'_> {
     /// The elements of a flat buffer, and whether weight decay pulls them.
     fn stretches(&self, buffer: BufferId, slot: &Slot) -> Vec<(Range<usize>, bool)> {
         let len = slot.elems();
-        match self.of_stage.buffers[buffer].content {
+        let View { program, local_rank, .. } = self.view;
+        let of_stage = self.view.of_stage();
+        match of_stage.buffers[buffer].content {
             Content::Flat { bucket, pieces, .. } => {
-                let start = self.program.mesh.position(self.local_rank, pieces) * len as u64;
-                self.of_stage.buckets[bucket].stretches(start, len as u64, |p| self.decays[p])
+                let start = program.mesh.position(local_rank, pieces) * len as u64;
+                of_stage.buckets[bucket].stretches(start, len as u64, |p| self.decays[p])
             }
             _ => vec![(0..len, true)],
         }
     }
 
     fn run(&mut self, node: NodeId, ins: &[BufferId], outs: &[BufferId], scratch: Option<BufferId>, write: Write) -> Result<Action, String> {
-        let node = self.graph.nodes.get(node).ok_or_else(|| format!("{node} does not exist"))?;
-        if (node.inputs.len(), node.outputs.len()) != (ins.len(), outs.len()) {
-            return Err(format!("{} operands and {} results", ins.len(), outs.len()));
-        }
-        let shardings = |ids: &[BufferId]| ids.iter().map(|&b| self.sharding(b)).collect::<Result<Vec<_>, _>>();
-        let (in_shardings, out_shardings) = (shardings(ins)?, shardings(outs)?);
-        let types = |ids: &[BufferId], values: &[ValueId], shardings: &[Sharding]| -> Result<Vec<LocalType>, String> {
-            ids.iter().zip(values).zip(shardings).map(|((&b, &v), s)| self.local_type(b, v, s)).collect()
-        };
-        let (in_types, out_types) = (types(ins, &node.inputs, &in_shardings)?, types(outs, &node.outputs, &out_shardings)?);
-        let seat = self.seat();
-        let context: OpContext =
-            context(self.graph, node, &in_shardings.iter().collect::<Vec<_>>(), &out_shardings.iter().collect::<Vec<_>>(), seat, 0.0);
-        let kernel = Kernel::prepare(&node.op, &context, &in_types, &out_types).map_err(|e| e.to_string())?;
+        let local = self.view.local(node, ins, outs)?;
+        let kernel = Kernel::prepare(&local.node.op, &local.context, &local.ins, &local.outs).map_err(|e| e.to_string())?;
         let slots = |ids: &[BufferId]| ids.iter().map(|&b| self.slot(b)).collect::<Result<Vec<_>, _>>();
         let (ins, outs, scratch) = (slots(ins)?, slots(outs)?, scratch.map(|s| self.slot(s)).transpose()?);
         let dtype = kernel.dtype();
@@ -366,28 +353,22 @@ impl Loader<'_> {
     }
 
     fn input(&self, dst: BufferId) -> Result<Action, String> {
-        let Content::Value { value, sharding } = &self.buffer(dst)?.content else { return Err("an input is a value".into()) };
-        let input = self.graph.inputs.iter().position(|v| v == value).ok_or_else(|| format!("{value} is no input of the graph"))?;
-        let dims = &self.graph.values[*value].ty.dims;
-        self.local_type(dst, *value, sharding)?;
-        let longer = self.graph.batch.map(|b| (b, self.graph.size(b) * self.program.micro_batches));
-        let block = Block::new(self.graph, dims, sharding, self.seat(), longer);
-        // An input without sequences is the same for every micro-batch.
-        let step = self.graph.batch.and_then(|b| Some(block.stride(dims.iter().position(|&d| d == b)?) * self.graph.size(b) as usize)).unwrap_or(0);
-        Ok(Action::Input { dst: self.slot(dst)?, input, block, step })
+        let (input, block, step) = self.view.input(dst)?;
+        Ok(Action::Input { dst: self.slot(dst)?, input, block, step: step as usize })
     }
 
     fn message(&mut self, channel: Channel, from: usize, to: usize, src: Option<Slot>, dst: Option<Slot>) -> Result<Action, String> {
-        if from.max(to) >= self.program.stages.len() || from == to {
+        let View { program, local_rank, .. } = self.view;
+        if from.max(to) >= program.stages.len() || from == to {
             return Err(format!("a message from stage {from} to stage {to}"));
         }
-        let (from, to) = (self.rank(from, self.local_rank), self.rank(to, self.local_rank));
+        let (from, to) = (self.rank(from, local_rank), self.rank(to, local_rank));
         let bytes = src.or(dst).map_or(0, |s| s.bytes);
         Ok(self.meet(Key::Message { channel, from, to }, vec![from, to], Work::Message { bytes }, src, dst))
     }
 
     fn meet(&mut self, key: Key, members: Vec<usize>, work: Work, src: Option<Slot>, dst: Option<Slot>) -> Action {
-        let me = self.rank(self.stage, self.local_rank);
+        let me = self.rank(self.view.stage, self.view.local_rank);
         let member = members.iter().position(|&m| m == me).unwrap_or(0);
         let communicator = *self.communicators.entry(key).or_insert_with(|| {
             self.loaded.communicators.push(Communicator::new(members));
@@ -396,27 +377,12 @@ impl Loader<'_> {
         Action::Meet { communicator, member, work, src, dst }
     }
 
-    /// Ranks that take part in a collective, in group order.
-    fn group(&self, axes: AxisSet, stages: &[u32]) -> Vec<usize> {
-        let local = self.program.mesh.group(self.local_rank, axes);
-        let mut stages: Vec<usize> = stages.iter().map(|&s| s as usize).collect();
-        if stages.is_empty() {
-            stages.push(self.stage);
-        }
-        stages.iter().flat_map(|&stage| local.iter().map(move |&l| (stage, l))).map(|(stage, l)| self.rank(stage, l)).collect()
-    }
     fn rank(&self, stage: usize, local_rank: u64) -> usize {
-        stage * self.program.mesh.ranks() as usize + local_rank as usize
-    }
-    fn seat(&self) -> Seat<'_> {
-        Seat { mesh: &self.program.mesh, padded: &self.program.padded, local_rank: self.local_rank }
-    }
-
-    fn buffer(&self, id: BufferId) -> Result<&dplan_ir::program::Buffer, String> {
-        self.of_stage.buffers.get(id).ok_or_else(|| format!("{id} does not exist"))
+        stage * self.view.program.mesh.ranks() as usize + local_rank as usize
     }
     fn slot(&self, id: BufferId) -> Result<Slot, String> {
-        Slot::new(self.buffer(id)?, self.of_stage.end(), &self.program.mesh, self.local_rank).map_err(|why| format!("{id}: {why}"))
+        let View { program, local_rank, .. } = self.view;
+        Slot::new(self.view.buffer(id)?, self.view.of_stage().end(), &program.mesh, local_rank).map_err(|why| format!("{id}: {why}"))
     }
     /// The slot of a buffer that is computed with.
     fn float(&self, id: BufferId) -> Result<Slot, String> {
@@ -431,59 +397,4 @@ impl Loader<'_> {
             Some(other) => Err(format!("{} bytes of {} beside {} bytes of {}", slots[0].bytes, slots[0].dtype, other.bytes, other.dtype)),
         }
     }
-    /// How a buffer's content is sharded.
-    fn sharding(&self, id: BufferId) -> Result<Sharding, String> {
-        match &self.buffer(id)?.content {
-            Content::Value { sharding, .. } => Ok(sharding.clone()),
-            Content::Member { bucket, param, .. } => {
-                let bucket = self.of_stage.buckets.get(*bucket).ok_or_else(|| format!("{bucket} does not exist"))?;
-                let member = bucket.members.iter().find(|m| m.param == *param).ok_or_else(|| format!("{param} is not in its bucket"))?;
-                Ok(member.sharding.clone())
-            }
-            Content::Scalar(_) => Ok(Sharding::replicated(0)),
-            Content::Flat { .. } | Content::Scratch => Err(format!("{id} holds no tensor")),
-        }
-    }
-    fn local_type(&self, id: BufferId, value: ValueId, sharding: &Sharding) -> Result<LocalType, String> {
-        let ty = &self.graph.values.get(value).ok_or_else(|| format!("{value} does not exist"))?.ty;
-        if ty.dims.len() != sharding.dims.len() {
-            return Err(format!("{id} has a sharding of {} dims for {value}", sharding.dims.len()));
-        }
-        let divides = |(&dim, &axes)| self.program.padded.size(dim).is_multiple_of(self.program.mesh.size(axes));
-        if !ty.dims.iter().zip(&sharding.dims).all(divides) {
-            return Err(format!("{id}: the sharding of {value} does not divide its dims"));
-        }
-        let buffer = self.buffer(id)?;
-        let local = LocalType { dtype: buffer.dtype, ..local_type(ty, sharding, &self.program.padded, &self.program.mesh) };
-        if local.bytes() == buffer.bytes { Ok(local) } else { Err(format!("{id} has {} bytes for a block of {}", buffer.bytes, local.bytes())) }
-    }
-    /// The stored shape of a buffer as `[outer, row]`, `row` being the elements of a dim and all that follow it.
-    fn shape(&self, id: BufferId, dim: u32) -> Result<Shape, String> {
-        let buffer = self.buffer(id)?;
-        let dims: Vec<u64> = match &buffer.content {
-            Content::Value { value, sharding } => {
-                let local = self.local_type(id, *value, sharding)?;
-                match local.layout {
-                    Layout::Dense => local.dims,
-                    // Packed rows stand for three dims, which cannot be cut.
-                    Layout::TopK { .. } if dim < 3 => return Err(format!("{id} is in top-k layout: its dim {dim} cannot be cut")),
-                    Layout::TopK { .. } => {
-                        let rest: u64 = local.dims[3..].iter().product();
-                        [&[local.elems() / rest.max(1), 1, 1], &local.dims[3..]].concat()
-                    }
-                }
-            }
-            Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Scratch => vec![buffer.bytes / buffer.dtype.size()],
-        };
-        if dim as usize >= dims.len() {
-            return Err(format!("{id} has no dim {dim}"));
-        }
-        let (outer, row) = dims.split_at(dim as usize);
-        Ok(Shape { outer: outer.iter().product::<u64>() as usize, row: row.iter().product::<u64>() as usize })
-    }
-}
-
-struct Shape {
-    outer: usize,
-    row: usize,
 }

@@ -23,7 +23,7 @@ pub enum AbsentError {
 
 /// A library and where it was found.
 pub struct Opened {
-    library: Library,
+    handle: Library,
     path: PathBuf,
     what: &'static str,
 }
@@ -36,8 +36,8 @@ impl Opened {
     pub fn first(what: &'static str, hint: &'static str, places: &[PathBuf]) -> Result<Opened, AbsentError> {
         for path in places {
             // SAFETY: loading CUDA's libraries runs their own initialisers.
-            if let Ok(library) = unsafe { Library::new(path) } {
-                return Ok(Opened { library, path: path.clone(), what });
+            if let Ok(handle) = unsafe { Library::new(path) } {
+                return Ok(Opened { handle, path: path.clone(), what });
             }
         }
         let looked = places.iter().map(|p| p.display().to_string()).collect::<Vec<_>>().join(", ");
@@ -52,7 +52,7 @@ impl Opened {
     /// `T` is the function's type.
     pub unsafe fn function<T: Copy>(&self, name: &'static str) -> Result<T, AbsentError> {
         // SAFETY: by the caller's promise.
-        let found = unsafe { self.library.get::<T>(name.as_bytes()) };
+        let found = unsafe { self.handle.get::<T>(name.as_bytes()) };
         found.map(|f| *f).map_err(|_| AbsentError::Function { path: self.path.display().to_string(), function: name, what: self.what })
     }
 }

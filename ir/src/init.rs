@@ -22,17 +22,16 @@ pub fn name_hash(name: &str) -> u64 {
     name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
-/// All parameters of a graph, whole.
+/// A parameter of a graph, whole, row-major.
+pub fn param(graph: &Graph, param: ParamId, seed: u64) -> Vec<f64> {
+    let param = &graph.params[param];
+    let hash = name_hash(&graph.values[param.value].name);
+    (0..graph.shape(param.value).iter().product()).map(|i| element(param.init, seed, hash, i)).collect()
+}
+
+/// All parameters of a graph.
 pub fn params(graph: &Graph, seed: u64) -> Table<ParamId, Tensor> {
-    graph
-        .params
-        .values()
-        .map(|param| {
-            let shape = graph.shape(param.value);
-            let hash = name_hash(&graph.values[param.value].name);
-            Tensor::dense(&shape, (0..shape.iter().product()).map(|i| element(param.init, seed, hash, i)).collect())
-        })
-        .collect()
+    graph.params.ids().map(|id| Tensor::dense(&graph.shape(graph.params[id].value), param(graph, id, seed))).collect()
 }
 
 /// Box and Muller: √(−2 ln u) · cos(2πv) is standard normal for uniform u, v.

@@ -41,11 +41,7 @@ impl<D: Driver> Session<D> {
     /// As [`Session::load`].
     pub fn initialise(&mut self, seed: u64) -> Result<(), RuntimeError> {
         let graph = self.graph.clone();
-        self.load(Role::Param, |param| {
-            let (value, init) = (graph.params[param].value, graph.params[param].init);
-            let hash = init::name_hash(&graph.values[value].name);
-            (0..graph.shape(value).iter().product::<u64>()).map(|i| init::element(init, seed, hash, i)).collect()
-        })
+        self.load(Role::Param, |param| init::param(&graph, param, seed))
     }
 
     /// Sets a role of every parameter to the logical tensor that `provide` gives; parameters also set their master copies.

@@ -19,13 +19,15 @@ use dplan_planner::lower;
 use megatron::Shape;
 
 const BATCH: u64 = 4;
+/// Steps of `cargo bench`; without `--bench`, only whether it runs is of interest.
 const STEPS: u64 = 200;
+const TRIED: u64 = 20;
 const WARMUP: u64 = 10;
 /// Clean steps that double the loss scale.
 const WINDOW: u64 = 50;
 
 /// Losses of all steps, steps skipped, and the last loss scale.
-fn train(compute: DType) -> (Vec<f64>, u64, f64) {
+fn train(compute: DType, steps: u64) -> (Vec<f64>, u64, f64) {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/llama-1m");
     let mut model = import::model(&dir, &ImportOptions { compute, ..ImportOptions::default() }).expect("the bundled model");
     let shape = Shape { dp: 2, micro: BATCH / 2, zero: 1, ..Shape::ONE };
@@ -36,7 +38,7 @@ fn train(compute: DType) -> (Vec<f64>, u64, f64) {
     let mut session = Session::new(graph, program, &Options::default()).expect("a session");
     session.initialise(1).expect("initial values");
     let (mut scale, mut updates, mut losses) = (LossScale::default(), 0, Vec::new());
-    for step in 0..STEPS {
+    for step in 0..steps {
         let lr = 2e-3 * ((step + 1) as f64 / WARMUP as f64).min(1.0);
         let hyper = Hyper { lr, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, momentum: 0.0, clip: 1.0 };
         let loss_scale = if compute.scales_loss() { scale.value() } else { 1.0 };
@@ -47,20 +49,21 @@ fn train(compute: DType) -> (Vec<f64>, u64, f64) {
         scale = scale.after(outcome, WINDOW);
         losses.push(result.loss);
     }
-    (losses, STEPS - updates, scale.value())
+    (losses, steps - updates, scale.value())
 }
 
 fn main() {
-    let exact = train(DType::F32).0;
+    let steps = if std::env::args().any(|a| a == "--bench") { STEPS } else { TRIED };
+    let exact = train(DType::F32, steps).0;
     let tail = |losses: &[f64]| losses[losses.len() - 20..].iter().sum::<f64>() / 20.0;
     println!(
-        "llama-1m, {STEPS} steps of {BATCH} sequences, 2 ranks, ZeRO 1: against f32, from {:.4} to {:.4} (mean of the last 20)",
+        "llama-1m, {steps} steps of {BATCH} sequences, 2 ranks, ZeRO 1: against f32, from {:.4} to {:.4} (mean of the last 20)",
         exact[0],
         tail(&exact)
     );
     println!("{:>6} {:>14} {:>12} {:>10} {:>9} {:>12}", "", "worst step", "last 20", "last loss", "skipped", "loss scale");
     for compute in [DType::Bf16, DType::F16] {
-        let (losses, skipped, scale) = train(compute);
+        let (losses, skipped, scale) = train(compute, steps);
         let worst = losses.iter().zip(&exact).map(|(x, y)| (x / y - 1.0).abs()).fold(0.0, f64::max);
         let (ours, f32s) = (tail(&losses), tail(&exact));
         println!("{compute:>6} {:12.3} % {:10.3} % {ours:10.4} {skipped:9} {scale:12}", worst * 100.0, (ours / f32s - 1.0) * 100.0);

@@ -1,43 +1,30 @@
 //! The plan against textbook systems: `cargo bench --bench textbook` compiles every model of the shared folder that imports for 8, 64 and 1024 devices of two kinds, and
 //! prints the step, how much longer the best synchronous baseline that fits takes, and how far the simulation is from the objective.
 
+#[path = "../tests/common/mod.rs"]
+mod common;
+
 use dplan::compile::{CompileError, Options, compile};
 use dplan::import::{self, ImportOptions};
 use dplan_ir::dtype::DType;
-use dplan_ir::optimizer::Optimizer;
-use dplan_ir::plan::Clip;
-use dplan_planner::machine::Machine;
-use dplan_planner::pins::Pins;
-use dplan_planner::request::Solver;
+use std::io::Write;
 use std::path::Path;
 
 fn main() {
     let bench = std::env::args().any(|a| a == "--bench");
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let shared = std::env::var_os("DPLAN_SHARED").map_or_else(|| root.join("../shared"), Into::into).join("models");
-    let folder = if shared.is_dir() { shared } else { root.join("benches/models") };
+    let own = || Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/models");
+    let folder = common::shared().map_or_else(own, |shared| shared.join("models"));
     let mut files: Vec<_> = std::fs::read_dir(&folder).into_iter().flatten().flatten().map(|e| e.path()).collect();
     files.sort();
     println!("{:<28} {:<16} {:>6} {:>10}  {:<24} {:>7} {:>10}  proved", "model", "cluster", "batch", "step s", "best baseline", "times", "simulated");
     let (mut rows, mut worse, mut lost, mut far) = (0, 0, 0, 0);
-    for file in files.iter().take(if bench { files.len() } else { 1 }) {
-        let options = ImportOptions { seq: None, compute: DType::Bf16, family: None };
-        let Ok(model) = import::model(file, &options) else { continue };
+    let import = ImportOptions { seq: None, compute: DType::Bf16, family: None };
+    let models = files.iter().filter_map(|file| import::model(file, &import).ok());
+    for model in models.take(if bench { files.len() } else { 1 }) {
         for device in ["a100-80g", "h100"] {
             for (nodes, batch) in [(1, 128), (8, 512), (128, 2048)] {
                 let cluster = format!("{device}:8x{nodes}");
-                let Ok(machine) = Machine::parse(&cluster) else { continue };
-                let options = Options {
-                    cluster: machine,
-                    batch,
-                    compute: DType::Bf16,
-                    optimizer: Optimizer::AdamW,
-                    clip: Clip::GlobalNorm,
-                    pins: Pins::default(),
-                    memory_limit: None,
-                    solver: Solver::Exact,
-                    deadline: None,
-                };
+                let options = common::options(&cluster, batch, DType::Bf16, "");
                 let head = format!("{:<28} {cluster:<16} {batch:>6}", model.name);
                 match compile(&model.graph, &options) {
                     Ok(compiled) => {
@@ -62,6 +49,7 @@ fn main() {
                     Err(error) => println!("{head} {:>10}  {error}", "fault"),
                 }
                 rows += 1;
+                let _ = std::io::stdout().flush();
             }
         }
     }

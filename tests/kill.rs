@@ -31,6 +31,19 @@ struct Told {
     done: bool,
 }
 
+/// When a run is killed.
+enum Kill {
+    Never,
+    After(Duration),
+    /// After this, as soon as a checkpoint is being written.
+    Writing(Duration),
+}
+
+/// Whether a checkpoint is half written.
+fn half_written(ckpt: &Path) -> bool {
+    std::fs::read_dir(ckpt).is_ok_and(|mut d| d.any(|e| e.is_ok_and(|e| e.file_name().to_string_lossy().ends_with(".tmp"))))
+}
+
 struct Killer {
     plan: String,
     data: String,
@@ -47,15 +60,25 @@ impl Killer {
         args
     }
 
-    /// Runs until the end, or until it is killed after `patience`.
-    fn run(&self, ckpt: &Path, patience: Option<Duration>) -> Told {
+    /// Runs until the end, or until it is killed.
+    fn run(&self, ckpt: &Path, kill: Kill) -> Told {
         let mut child =
             Command::new(env!("CARGO_BIN_EXE_dplan")).args(self.args(ckpt)).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let out = BufReader::new(child.stdout.take().unwrap());
         let reader = std::thread::spawn(move || out.lines().map_while(Result::ok).collect::<Vec<_>>());
-        if let Some(patience) = patience {
-            std::thread::sleep(patience);
-            let _ = child.kill();
+        match kill {
+            Kill::Never => {}
+            Kill::After(patience) => {
+                std::thread::sleep(patience);
+                let _ = child.kill();
+            }
+            Kill::Writing(patience) => {
+                std::thread::sleep(patience);
+                while child.try_wait().unwrap().is_none() && !half_written(ckpt) {
+                    std::thread::sleep(Duration::from_micros(200));
+                }
+                let _ = child.kill();
+            }
         }
         let output = child.wait_with_output().unwrap();
         let lines = reader.join().unwrap();
@@ -90,7 +113,7 @@ fn a_run_killed_anywhere_goes_on_as_if_it_had_not_been() {
     let plan = common::small_plan(&dir, "dp=2,zero=1", 2, "f32");
     let killer = Killer { plan: plan.display().to_string(), data: data.display().to_string(), dir };
     let begin = Instant::now();
-    let Told { steps: whole, done, .. } = killer.run(&killer.dir.join("whole"), None);
+    let Told { steps: whole, done, .. } = killer.run(&killer.dir.join("whole"), Kill::Never);
     let full = begin.elapsed();
     assert!(done && whole.len() as u64 == STEPS);
     let sequences = |steps: &Steps| steps.values().map(|s| s.1).collect::<Vec<_>>();
@@ -105,7 +128,12 @@ fn a_run_killed_anywhere_goes_on_as_if_it_had_not_been() {
         let (mut told, mut durable) = (Steps::new(), 0);
         loop {
             let patience = full.mul_f64(random.below(1000) as f64 / 1000.0);
-            let Told { steps, begun, saved, done } = killer.run(&ckpt, (kills < wanted).then_some(patience));
+            let kill = match kills {
+                _ if kills >= wanted => Kill::Never,
+                _ if kills % 2 == 0 => Kill::After(patience),
+                _ => Kill::Writing(patience),
+            };
+            let Told { steps, begun, saved, done } = killer.run(&ckpt, kill);
             // It begins at the last checkpoint on disk, never before one that a run called saved, and repeats what it repeats bit by bit.
             let last = told.keys().next_back().map_or(0, |s| s + 1);
             assert!(begun.is_none_or(|b| (durable..=last).contains(&b)), "resumed at {begun:?}: {durable} was saved, {last} steps were done");
@@ -118,9 +146,7 @@ fn a_run_killed_anywhere_goes_on_as_if_it_had_not_been() {
                 break;
             }
             kills += 1;
-            in_writer += usize::from(
-                std::fs::read_dir(&ckpt).is_ok_and(|mut d| d.any(|e| e.is_ok_and(|e| e.file_name().to_string_lossy().ends_with(".tmp")))),
-            );
+            in_writer += usize::from(half_written(&ckpt));
             // What is called a checkpoint is one, all the time.
             if has_any(&ckpt) {
                 let found = find(&ckpt).unwrap_or_else(|e| panic!("{e}"));
@@ -128,7 +154,11 @@ fn a_run_killed_anywhere_goes_on_as_if_it_had_not_been() {
             }
         }
         assert_eq!(told.keys().copied().collect::<Vec<_>>(), (0..STEPS).collect::<Vec<_>>());
-        assert!(std::fs::read_dir(&ckpt).unwrap().all(|e| !e.unwrap().file_name().to_string_lossy().ends_with(".tmp")));
+        assert!(!half_written(&ckpt));
     }
+    assert!(
+        4 * in_writer >= kills && repeated > 0,
+        "{in_writer} of {kills} kills came while a checkpoint was being written, {repeated} steps were repeated"
+    );
     println!("{kills} kills in {runs} runs, {in_writer} of them while a checkpoint was being written, {repeated} steps repeated, all bitwise equal");
 }

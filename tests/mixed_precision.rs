@@ -70,7 +70,8 @@ fn plans_of_sixteen_bits_train_like_f32() {
             for compute in [DType::Bf16, DType::F16] {
                 let (losses, params) = train(config, ranks, compute, pins);
                 for (step, (a, b)) in losses.iter().zip(&exact).enumerate() {
-                    assert!((a - b).abs() < 0.02 * b, "{compute} {pins} step {step}: {losses:?} against {exact:?}");
+                    let near = if compute == DType::F16 { 0.004 } else { 0.02 };
+                    assert!((a - b).abs() < near * b, "{compute} {pins} step {step}: {losses:?} against {exact:?}");
                 }
                 assert!(losses.iter().zip(&exact).any(|(a, b)| a != b), "{compute} {pins}: nothing was rounded");
                 // Masters are finer than either.

@@ -18,6 +18,7 @@ fn orders_of_passes_are_those_of_pytorch() {
         let text = std::fs::read_to_string(folder.join(format!("{name}_compute_only.csv"))).unwrap();
         let pipeline = Pipeline { schedule, stages, virtual_stages, micro_batches };
         assert_eq!(pipeline.refusal(), None, "{name}");
+        assert_eq!(text.lines().count() as u64, stages, "{name}");
         for (stage, line) in text.lines().enumerate() {
             let own: Vec<u64> = pipeline.virtual_stages_of(stage as u64).collect();
             let passes = pipeline.turns(stage as u64).into_iter();

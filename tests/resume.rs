@@ -59,6 +59,12 @@ const CONTEXTS: [Way; 4] = [
     Way::Pinned(4, "dp=2,cp=2,zero=2,recompute=selective"),
     Way::Pinned(8, "cp=2,tp=2,pp=2,sp=on,recompute=full"),
 ];
+/// States that wait in host memory, and virtual stages: a rank's layers are not next to each other.
+const PLACES: [Way; 3] = [
+    Way::Pinned(2, "dp=2,zero=1,offload=optimizer"),
+    Way::Pinned(2, "pp=2,schedule=interleaved,virtual=2,micro=2"),
+    Way::Pinned(2, "pp=2,schedule=zb-v,micro=1"),
+];
 const EXPERTS: [Way; 5] = [
     Way::Pinned(2, "dp=2,ep=2"),
     Way::Pinned(4, "dp=4,ep=2,zero=1"),
@@ -193,13 +199,12 @@ fn any_plan_resumes_what_any_plan_saved() {
     }
 }
 
-/// Splits of contexts and of experts, among each other and with some of the shapes above.
+/// Splits of contexts and of experts, other places and other orders, among each other and with some of the shapes above.
 #[test]
-fn contexts_and_experts_resume_under_other_splits() {
-    let (contexts, experts) = (CONTEXTS.into_iter(), EXPERTS.into_iter());
+fn contexts_experts_offloaded_states_and_virtual_stages_resume_under_other_plans() {
     for (config, name, ways, shapes) in [
-        (LLAMA, "resume-contexts", contexts.collect::<Vec<_>>(), &[0, 5, 10][..]),
-        (MIXTRAL, "resume-experts", experts.collect(), &[0, 3, 6, 10, 12]),
+        (LLAMA, "resume-contexts", [&CONTEXTS[..], &PLACES].concat(), &[0, 5, 10][..]),
+        (MIXTRAL, "resume-experts", EXPERTS.to_vec(), &[0, 3, 6, 10, 12]),
     ] {
         let ways: Vec<Way> = ways.into_iter().chain(shapes.iter().map(|&i| Way::Shape(SHAPES[i]))).collect();
         let all = saved_by_all(config, name, DType::F64, &ways);

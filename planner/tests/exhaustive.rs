@@ -19,7 +19,7 @@ use dplan_planner::pins::Pins;
 use dplan_planner::prices::Reference;
 use dplan_planner::prices::{Links, Offer, Prices, Shape};
 use dplan_planner::problem::Problem;
-use dplan_planner::search::{How, explore};
+use dplan_planner::search::{Found, How, explore};
 use dplan_planner::space::{Tuple, tuples};
 use drawn::{Drawn, Instance, instance};
 use std::cell::Cell;
@@ -417,8 +417,10 @@ fn open_dimensions(problem: &Problem, prices: &mut Drawn) -> Vec<&'static str> {
 
 #[test]
 fn the_search_finds_what_enumeration_finds() {
-    let (mut infeasible, mut tied, mut staged, mut tight, mut context, mut experts, mut offloaded) = (0, 0, 0, 0, 0, 0, 0);
+    let (mut infeasible, mut tied, mut staged, mut tight, mut context, mut experts) = (0, 0, 0, 0, 0, 0);
     let mut pairs: BTreeMap<(&str, &str), usize> = BTreeMap::new();
+    // Of the instances that integer programs solved too, those with contexts, and with experts, shared out.
+    let mut by_programs = (0, 0);
     for seed in 0..500 {
         let Instance { mut prices, problem } = instance(seed, if seed % 3 == 0 { 4 } else { 3 }, if seed % 4 == 0 { 3 } else { 2 });
         let truth = enumerate(&problem, &mut prices);
@@ -427,6 +429,9 @@ fn the_search_finds_what_enumeration_finds() {
         assert_eq!(found, truth, "seed {seed}: {problem:?}");
         if seed % 4 == 0 {
             let integer = integer::explore(&problem, &mut prices, &|| false).unwrap();
+            let tuple = integer.best.as_ref().map(|b| b.menus.tuple);
+            by_programs.0 += usize::from(tuple.is_some_and(|t| t.cp > 1));
+            by_programs.1 += usize::from(tuple.is_some_and(|t| t.ep > 1));
             assert_eq!(integer.best.map(|b| b.solution.objective), truth, "integer programs, seed {seed}: {problem:?}");
         }
         let open = open_dimensions(&problem, &mut prices);
@@ -440,9 +445,7 @@ fn the_search_finds_what_enumeration_finds() {
         staged += usize::from(best.menus.tuple.pp > 1);
         context += usize::from(best.menus.tuple.cp > 1);
         experts += usize::from(best.menus.tuple.ep > 1);
-        let chosen = || best.solution.choices.iter().zip(&problem.layers).map(|(&c, &k)| best.menus.choices[k][c as usize].states);
-        offloaded += usize::from(chosen().any(|s| s.offload == Offload::Optimizer));
-        tight += usize::from(best.solution.choices.iter().zip(&problem.layers).any(|(&c, &k)| best.menus.choices[k][c as usize].states.zero.0 > 0));
+        tight += usize::from(states(&best, &problem).any(|s| s.zero.0 > 0));
     }
     // Every two dimensions are open together in enough instances.
     for (at, a) in DIMENSIONS.iter().enumerate() {
@@ -453,9 +456,50 @@ fn the_search_finds_what_enumeration_finds() {
     }
     // The instances must be of all sorts, or they prove little.
     assert!(
-        infeasible >= 10 && tied >= 20 && staged >= 20 && tight >= 20 && offloaded >= 4 && context >= 20 && experts >= 20,
-        "{infeasible} infeasible, {tied} tied, {staged} staged, {tight} with ZeRO, {offloaded} offloaded, {context} with contexts, {experts} with experts shared out"
+        infeasible >= 10 && tied >= 20 && staged >= 20 && tight >= 20 && context >= 20 && experts >= 20,
+        "{infeasible} infeasible, {tied} tied, {staged} staged, {tight} with ZeRO, {context} with contexts, {experts} with experts shared out"
     );
+    assert!(by_programs.0 >= 5 && by_programs.1 >= 5, "{by_programs:?} of the instances that integer programs solved share out contexts, experts");
+}
+
+/// What is kept of each layer's states, and where.
+fn states<'a>(best: &'a Found, problem: &'a Problem) -> impl Iterator<Item = States> + 'a {
+    best.solution.choices.iter().zip(&problem.layers).map(|(&choice, &kind)| best.menus.choices[kind][choice as usize].states)
+}
+
+/// In one byte less than any plan without offloading needs.
+#[test]
+fn where_only_offloading_fits_too() {
+    let (mut compared, mut in_halves) = (0, 0);
+    for seed in 0..1100 {
+        let Instance { mut prices, problem } = instance(seed, 3, 2);
+        // Few instances are pipelines long enough for halves.
+        let schedule = if seed < 200 { "schedule=1f1b" } else { "schedule=zb-h1" };
+        let with = |prices: &Drawn, offload: &str, budget: u64| {
+            let pins = Pins::parse(&format!("{schedule},offload={offload}")).unwrap();
+            Problem { budget, ..Problem::new(prices, problem.devices, problem.batch, problem.types, problem.clip, pins, None) }
+        };
+        let mut least = |offload: &str| {
+            let nothing = with(&prices, offload, 0);
+            infeasible::shortage(&nothing, &mut prices).map(|s| s.bytes)
+        };
+        let (Some(device), Some(host)) = (least("none"), least("none+optimizer")) else { continue };
+        if host >= device {
+            continue;
+        }
+        let problem = with(&prices, "none+optimizer", device - 1);
+        let best = explore(&problem, &mut prices, &|| false).best.unwrap_or_else(|| panic!("seed {seed}: {host} bytes are enough"));
+        let truth = enumerate(&problem, &mut prices);
+        assert_eq!(Some(best.solution.objective), truth, "seed {seed}: {problem:?}");
+        assert!(states(&best, &problem).any(|s| s.offload == Offload::Optimizer), "seed {seed}");
+        if compared % 3 == 0 {
+            let integer = integer::explore(&problem, &mut prices, &|| false).unwrap();
+            assert_eq!(integer.best.map(|b| b.solution.objective), truth, "integer programs, seed {seed}: {problem:?}");
+        }
+        compared += 1;
+        in_halves += usize::from(best.menus.tuple.schedule == Schedule::ZbH1);
+    }
+    assert!(compared >= 50 && in_halves >= 5, "{compared} compared, {in_halves} in halves");
 }
 
 #[test]
@@ -468,8 +512,9 @@ fn with_virtual_stages_and_backward_passes_in_halves_too() {
             "schedule=zb-h1,zero=0+1,recompute=none",
             "schedule=interleaved+zb-h1+zb-v+1f1b,zero=0,recompute=full",
             "virtual=2,zero=1",
+            "schedule=zb-h1+interleaved,zero=0,offload=none+optimizer",
         ];
-        let pins = Pins::parse(pins[seed as usize % 4]).unwrap();
+        let pins = Pins::parse(pins[seed as usize % pins.len()]).unwrap();
         let limit = Some(problem.budget + prices.context().0);
         let problem = Problem::new(&prices, problem.devices, problem.batch, problem.types, problem.clip, pins, limit);
         let truth = enumerate(&problem, &mut prices);
@@ -477,7 +522,7 @@ fn with_virtual_stages_and_backward_passes_in_halves_too() {
         let found = outcome.best.as_ref().map(|b| b.solution.objective);
         assert_eq!(found, truth, "seed {seed}: {problem:?}");
         assert!(outcome.statistics.proved, "seed {seed}");
-        if seed % 5 == 0 {
+        if seed % 7 == 0 {
             let by_programs = integer::explore(&problem, &mut prices, &|| false).unwrap().best;
             assert_eq!(by_programs.map(|b| b.solution.objective), truth, "seed {seed}: integer programs");
         }

@@ -173,11 +173,11 @@ impl Prices for Drawn {
         Rc::clone(self.known.entry((class, shape)).or_insert_with(|| draw().into()))
     }
     fn contexts(&self, ranks: u64, _: u64) -> Vec<u64> {
-        let most = [1, 1, 2, 4][(self.seed % 4) as usize];
+        let most = [1, 1, 2, 4][(Dice(self.seed ^ 0xc0).next() % 4) as usize];
         (1..=most).filter(|cp| ranks.is_multiple_of(*cp)).collect()
     }
     fn experts(&self, ranks: u64) -> Vec<u64> {
-        let most = [1, 4, 1, 2, 1][(self.seed % 5) as usize];
+        let most = [1, 4, 1, 2, 1][(Dice(self.seed ^ 0xe0).next() % 5) as usize];
         (1..=most).filter(|ep| ranks.is_multiple_of(*ep)).collect()
     }
     /// Halves of every proportion, more to keep, and another workspace.

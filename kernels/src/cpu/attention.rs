@@ -21,6 +21,7 @@ use super::Run;
 use super::block::{Block, BlockMut};
 use super::float::{Float, clear, dot, max, put, sum};
 use super::product::{Matrix, MatrixMut, multiply};
+use super::vector::vectorized;
 
 #[derive(Debug)]
 pub struct AttentionKernel {
@@ -102,12 +103,14 @@ impl AttentionKernel {
         self.tiles(|tile| {
             let scores = &mut scratch[..tile.rows * tile.keys];
             self.scores(&tile, q, k, scores, run);
-            for i in 0..tile.rows {
-                let row = &mut scores[i * tile.keys..(i + 1) * tile.keys];
-                let sink = sinks.map(|s| s[tile.group * self.heads + tile.head]);
-                let log_sum = self.softmax(&tile, i, row, sink);
-                put(&mut lse[self.query(&tile, i)], T::from_f64(log_sum), Write::Add);
-            }
+            vectorized(|| {
+                for i in 0..tile.rows {
+                    let row = &mut scores[i * tile.keys..(i + 1) * tile.keys];
+                    let sink = sinks.map(|s| s[tile.group * self.heads + tile.head]);
+                    let log_sum = self.softmax(&tile, i, row, sink);
+                    put(&mut lse[self.query(&tile, i)], T::from_f64(log_sum), Write::Add);
+                }
+            });
             for keys in self.keys(&tile) {
                 let shape = [tile.rows, self.value_width, keys.len];
                 let probabilities = Matrix { data: &scores[keys.column..], row: tile.keys, col: 1 };
@@ -131,14 +134,16 @@ impl AttentionKernel {
             let (p, rest) = scratch.split_at_mut(n * keys);
             let dp = &mut rest[..n * keys];
             self.scores(&tile, q, k, p, run);
-            for i in 0..n {
-                let row = &mut p[i * keys..(i + 1) * keys];
-                let log_sum = lse[self.query(&tile, i)];
-                let (lo, hi) = self.seen_in(&tile, i);
-                row[..lo].fill(T::ZERO);
-                row[hi..].fill(T::ZERO);
-                row[lo..hi].iter_mut().for_each(|s| *s = (*s - log_sum).exp());
-            }
+            vectorized(|| {
+                for i in 0..n {
+                    let row = &mut p[i * keys..(i + 1) * keys];
+                    let log_sum = lse[self.query(&tile, i)];
+                    let (lo, hi) = self.seen_in(&tile, i);
+                    row[..lo].fill(T::ZERO);
+                    row[hi..].fill(T::ZERO);
+                    row[lo..hi].iter_mut().for_each(|s| *s = (*s - log_sum).exp());
+                }
+            });
             let dy_rows = self.query_rows(&tile, dy, e);
             for part in self.keys(&tile) {
                 let values = self.key_rows(&tile, &part, v, e).transposed();
@@ -147,14 +152,16 @@ impl AttentionKernel {
                 let by_key = Matrix { data: &p[part.column..], row: 1, col: keys };
                 multiply([part.len, e, n], T::ONE, by_key, dy_rows, self.key_rows_mut(&tile, &part, dv, e), Write::Add, run.threads);
             }
-            for i in 0..n {
-                let at = self.query(&tile, i) * e;
-                let along = T::from_f64(dot(&dy[at..at + e], &o[at..at + e]));
-                let row = i * keys..(i + 1) * keys;
-                for (p, dp) in p[row.clone()].iter_mut().zip(&dp[row]) {
-                    *p = *p * (*dp - along);
+            vectorized(|| {
+                for i in 0..n {
+                    let at = self.query(&tile, i) * e;
+                    let along = T::from_f64(dot(&dy[at..at + e], &o[at..at + e]));
+                    let row = i * keys..(i + 1) * keys;
+                    for (p, dp) in p[row.clone()].iter_mut().zip(&dp[row]) {
+                        *p = *p * (*dp - along);
+                    }
                 }
-            }
+            });
             let ds = &*p;
             for part in self.keys(&tile) {
                 let out = MatrixMut { data: &mut dq[self.query(&tile, 0) * d..], row: self.query_stride() * d, col: 1 };
@@ -232,6 +239,7 @@ impl AttentionKernel {
     }
 
     /// Scores of query `i` → probabilities; returns log Σ exp, the sink's included, −∞ if it sees nothing.
+    #[inline(always)]
     fn softmax<T: Float>(&self, tile: &Tile, i: usize, row: &mut [T], sink: Option<T>) -> f64 {
         let (lo, hi) = self.seen_in(tile, i);
         row[..lo].fill(T::ZERO);

@@ -7,6 +7,7 @@ use dplan_ir::rule::Label;
 use super::PrepareError;
 use super::block::{Block, BlockMut};
 use super::float::{Float, clear, fill};
+use super::vector::vectorized;
 
 #[derive(Debug)]
 pub enum Embed {
@@ -50,6 +51,11 @@ impl Positions {
 
 impl Embed {
     pub fn run<T: Float>(&self, ins: &[Block<'_>], outs: &mut [BlockMut<'_>], write: Write) {
+        vectorized(|| self.loops::<T>(ins, outs, write));
+    }
+
+    #[inline(always)]
+    fn loops<T: Float>(&self, ins: &[Block<'_>], outs: &mut [BlockMut<'_>], write: Write) {
         let out = T::of_mut(&mut outs[0]);
         match self {
             Embed::Lookup { table: extent, width } => {

@@ -5,12 +5,11 @@ use std::ops::Range;
 use dplan_ir::optimizer::{Optimizer, StepScalars, skips};
 
 use super::float::{Float, sum};
+use super::vector::vectorized;
 
 /// dst ← dst + src.
 pub fn add_into<T: Float>(src: &[T], dst: &mut [T]) {
-    for (d, s) in dst.iter_mut().zip(src) {
-        *d += *s;
-    }
+    vectorized(|| dst.iter_mut().zip(src).for_each(|(d, s)| *d += *s));
 }
 
 /// Elements whose squares are summed in one go.
@@ -18,7 +17,7 @@ const SQUARES: usize = 4096;
 
 /// Σ x², in f64: in blocks of 4096 elements, each in the order of [`sum`], blocks in order.
 pub fn square_sum<T: Float>(x: &[T]) -> f64 {
-    x.chunks(SQUARES).map(|x| sum(x.len(), |i| x[i].to_f64() * x[i].to_f64())).sum()
+    vectorized(|| x.chunks(SQUARES).map(|x| sum(x.len(), |i| x[i].to_f64() * x[i].to_f64())).sum())
 }
 
 /// One step of an optimizer on a flat buffer, of which `stretches` says what weight decay pulls; none, where the gradients' `scale` says so. A moment that it does not have is empty.
@@ -38,9 +37,9 @@ pub fn update<T: Float>(
         let at = if *pulled { *at } else { at.without_decay() };
         let (p, g, m) = (&mut p[range.clone()], &g[range.clone()], &mut m[range.clone()]);
         match optimizer {
-            Optimizer::AdamW => adam(Pull::OfWeight, p, g, m, &mut v[range.clone()], scale, &at),
-            Optimizer::Adam => adam(Pull::OfGradient, p, g, m, &mut v[range.clone()], scale, &at),
-            Optimizer::Sgd => sgd(p, g, m, scale, &at),
+            Optimizer::AdamW => vectorized(|| adam(Pull::OfWeight, p, g, m, &mut v[range.clone()], scale, &at)),
+            Optimizer::Adam => vectorized(|| adam(Pull::OfGradient, p, g, m, &mut v[range.clone()], scale, &at)),
+            Optimizer::Sgd => vectorized(|| sgd(p, g, m, scale, &at)),
         }
     }
 }
@@ -53,6 +52,7 @@ enum Pull {
 }
 
 /// [`dplan_ir::optimizer::adamw`] or [`dplan_ir::optimizer::adam`] on every element, computed in f64.
+#[inline(always)]
 fn adam<T: Float>(pull: Pull, p: &mut [T], g: &[T], m: &mut [T], v: &mut [T], scale: f64, at: &StepScalars) {
     let h = &at.hyper;
     let t = i32::try_from(at.step).unwrap_or(i32::MAX);
@@ -78,6 +78,7 @@ fn adam<T: Float>(pull: Pull, p: &mut [T], g: &[T], m: &mut [T], v: &mut [T], sc
 }
 
 /// [`dplan_ir::optimizer::sgd`] on every element, computed in f64.
+#[inline(always)]
 fn sgd<T: Float>(p: &mut [T], g: &[T], v: &mut [T], scale: f64, at: &StepScalars) {
     let n = p.len();
     let (g, v) = (&g[..n], &mut v[..n]);

@@ -8,6 +8,7 @@ use dplan_ir::extent::Extent;
 use super::Run;
 use super::block::{Block, BlockMut};
 use super::float::{Float, clear, exp_sum, fill, max, put, sum};
+use super::vector::vectorized;
 
 #[derive(Debug)]
 pub enum Loss {
@@ -19,6 +20,11 @@ pub enum Loss {
 
 impl Loss {
     pub fn run<T: Float>(&self, ins: &[Block<'_>], outs: &mut [BlockMut<'_>], run: Run) {
+        vectorized(|| self.loops::<T>(ins, outs, run));
+    }
+
+    #[inline(always)]
+    fn loops<T: Float>(&self, ins: &[Block<'_>], outs: &mut [BlockMut<'_>], run: Run) {
         match self {
             Loss::Stats { columns } => {
                 let (logits, targets) = (T::of(ins[0]), ins[1].indices());
@@ -62,6 +68,7 @@ impl Loss {
 }
 
 /// log Σ exp, −∞ of nothing.
+#[inline(always)]
 fn log_sum_exp<T: Float>(x: &[T]) -> T {
     if x.is_empty() {
         return T::NEG_INFINITY;

@@ -22,6 +22,7 @@ pub mod pointwise;
 pub mod product;
 pub mod rope;
 pub mod router;
+pub mod vector;
 pub mod wide;
 
 use dplan_ir::cost::workspace_bytes;

@@ -9,6 +9,7 @@ use dplan_ir::program::Write;
 
 use super::block::{Block, BlockMut};
 use super::float::{Float, SUM_ROWS, column_sums, fill, sum};
+use super::vector::vectorized;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Which {
@@ -38,6 +39,11 @@ impl Norm {
     }
 
     pub fn run<T: Float>(&self, ins: &[Block<'_>], outs: &mut [BlockMut<'_>], write: Write) {
+        vectorized(|| self.loops::<T>(ins, outs, write));
+    }
+
+    #[inline(always)]
+    fn loops<T: Float>(&self, ins: &[Block<'_>], outs: &mut [BlockMut<'_>], write: Write) {
         let x = T::of(ins[0]);
         match self.part {
             Part::Forward => {
@@ -52,6 +58,7 @@ impl Norm {
         }
     }
 
+    #[inline(always)]
     fn forward<T: Float>(&self, x: &[T], w: &[T], bias: Option<&[T]>, out: &mut [T], write: Write) {
         let n = self.width;
         for (x, out) in x.chunks_exact(n).zip(out.chunks_exact_mut(n)) {
@@ -64,6 +71,7 @@ impl Norm {
         }
     }
 
+    #[inline(always)]
     fn grad_input<T: Float>(&self, x: &[T], w: &[T], dy: &[T], out: &mut [T], write: Write) {
         let n = self.width;
         for ((x, dy), out) in x.chunks_exact(n).zip(dy.chunks_exact(n)).zip(out.chunks_exact_mut(n)) {
@@ -78,6 +86,7 @@ impl Norm {
         }
     }
 
+    #[inline(always)]
     fn grad_weight<T: Float>(&self, x: &[T], dy: &[T], outs: &mut [BlockMut<'_>], write: Write) {
         let n = self.width;
         let rows = x.len() / n;
@@ -98,6 +107,7 @@ impl Norm {
     }
 
     /// (μ, r) of a row.
+    #[inline(always)]
     fn stats<T: Float>(&self, x: &[T]) -> (f64, f64) {
         let n = x.len() as f64;
         let mean = match self.which {

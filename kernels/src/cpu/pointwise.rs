@@ -5,6 +5,7 @@ use dplan_ir::program::Write;
 
 use super::block::{Block, BlockMut};
 use super::float::{Float, clear, column_sums, fill};
+use super::vector::vectorized;
 
 /// Runs the body once, with the name bound to the function x ↦ (value, slope): each activation gets loops of its own.
 macro_rules! with_function {
@@ -65,6 +66,11 @@ pub enum Pointwise {
 
 impl Pointwise {
     pub fn run<T: Float>(&self, ins: &[Block<'_>], outs: &mut [BlockMut<'_>], write: Write) {
+        vectorized(|| self.loops::<T>(ins, outs, write));
+    }
+
+    #[inline(always)]
+    fn loops<T: Float>(&self, ins: &[Block<'_>], outs: &mut [BlockMut<'_>], write: Write) {
         let operand = |i: usize| T::of(ins[i]);
         match self {
             Pointwise::Add => map2(operand(0), operand(1), T::of_mut(&mut outs[0]), write, |x, y| x + y),

@@ -7,6 +7,7 @@ use dplan_ir::rule::Label;
 
 use super::PrepareError;
 use super::float::{Float, fill, put};
+use super::vector::vectorized;
 
 #[derive(Debug)]
 pub struct RopeKernel {
@@ -54,6 +55,11 @@ impl RopeKernel {
     }
 
     pub fn run<T: Float>(&self, x: &[T], out: &mut [T], write: Write) {
+        vectorized(|| self.loops(x, out, write));
+    }
+
+    #[inline(always)]
+    fn loops<T: Float>(&self, x: &[T], out: &mut [T], write: Write) {
         let half = self.frequencies.len();
         let turned = self.start..self.start + 2 * half;
         let (mut sin, mut cos) = ([T::ZERO; PAIRS], [T::ZERO; PAIRS]);

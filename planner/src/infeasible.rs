@@ -1,5 +1,6 @@
 //! Why nothing fits: the attempt that is short of the fewest bytes, the fewest devices that would do, and which pins stand in the way.
 
+use crate::memory::is_offloaded;
 use crate::menu::Menus;
 use crate::pins::Pins;
 use crate::prices::{Prices, Shape};
@@ -8,6 +9,7 @@ use crate::search::NEVER;
 use crate::space::{Tuple, tuples};
 use crate::stages::Stages;
 use dplan_ir::plan::Schedule;
+use dplan_ir::program::Role;
 
 /// Most numbers of devices that are tried.
 const MOST_TRIES: usize = 256;
@@ -81,13 +83,16 @@ fn thrifty(problem: &Problem, prices: &mut dyn Prices) -> Vec<Tuple> {
     all
 }
 
-/// Bytes of parameters, gradients and optimizer states of the whole model, each kept once: more devices than budgets of it are needed.
+/// Bytes of parameters, gradients and optimizer states of the whole model on the device, each kept once, what may be offloaded left out: more devices than budgets
+/// of it are needed.
 fn least_states(problem: &Problem, prices: &mut dyn Prices) -> Option<u64> {
     let shape = Shape { tp: 1, cp: 1, ep: 1, micro_batch: 1, boundary: None, padding: 0 };
-    let element: u64 = problem.types.roles().into_iter().map(|role| problem.types.dtype(role).size()).sum();
     let mut total = 0;
-    for (at, kind) in problem.layers.iter().enumerate() {
-        let offers = prices.offers(problem.kinds[*kind].class, shape);
+    for (at, &kind) in problem.layers.iter().enumerate() {
+        let kind = &problem.kinds[kind];
+        let stays = |role: &Role| !kind.offload.iter().any(|&o| is_offloaded(*role, o));
+        let element: u64 = problem.types.roles().into_iter().filter(stays).map(|role| problem.types.dtype(role).size()).sum();
+        let offers = prices.offers(kind.class, shape);
         // A tied parameter counts in the first layer alone; where the homes are elsewhere this is still no more than there is.
         let elems = |o: &crate::prices::Offer| o.option.bytes.buckets.iter().filter(|b| !b.tied || at == 0).map(|b| b.elems).sum::<u64>();
         total += offers.iter().map(elems).min()? * element;

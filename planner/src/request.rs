@@ -191,8 +191,12 @@ impl<'a> Planner<'a> {
         self.problem = Problem::new(&self.prices, devices, batch, types, clip, pins, self.request.memory_limit.map(|b| b.0));
     }
 
-    /// The fewest devices on which a plan fits, in whole nodes where there are several, if there is such a number.
+    /// The fewest devices on which a plan fits, in whole nodes where there are several, if there is such a number. As in a search, memory asks for offloading
+    /// unless pins forbid it.
     pub fn fewest_devices(&mut self) -> Option<u64> {
+        if !self.problem.pins.offload.is_pinned() {
+            self.offload();
+        }
         let deadline = self.request.deadline;
         self.fewest_above(0, &move || deadline.is_some_and(|late| late()))
     }

@@ -167,3 +167,25 @@ fn refusals_say_what_would_do() {
         assert_eq!(Planner::new(request).and_then(|mut p| p.search()).is_ok(), devices == fewest, "{devices} devices: {found}");
     }
 }
+
+/// Where memory asks for offloading, the fewest devices are those that do with it.
+#[test]
+fn the_fewest_devices_may_offload() {
+    let graph = llama(SIZES, DType::Bf16);
+    let classes = dplan_ir::layers::classes(&graph);
+    let machines: Vec<Machine> = (1..=8).map(|devices| Machine::parse(&format!("cpu:{devices}")).unwrap()).collect();
+    for (limit, fewest, whole) in [(400_000, 4, 8), (700_000, 2, 4)] {
+        let planner = |machine, pins: &str| {
+            let request = Request { memory_limit: Some(Bytes(limit)), compute: DType::Bf16, ..request(&graph, &classes, machine, 8, pins) };
+            Planner::new(request).unwrap()
+        };
+        let first = |pins: &str| machines.iter().find(|m| planner(m, pins).search().is_ok()).map(Machine::devices);
+        assert_eq!((first(""), first("offload=none")), (Some(fewest), Some(whole)), "{limit}");
+        assert_eq!(planner(&machines[0], "").fewest_devices(), Some(fewest), "{limit}");
+        assert_eq!(planner(&machines[0], "offload=none").fewest_devices(), Some(whole), "{limit}");
+        match planner(&machines[0], "").search() {
+            Err(Refusal::Infeasible(why)) => assert_eq!(why.devices, Some(fewest), "{why}"),
+            other => panic!("{other:?}"),
+        }
+    }
+}

@@ -86,7 +86,7 @@ struct Tableau<'a> {
     budget: u64,
     repeats: u64,
     columns: BTreeMap<(usize, Home, Slots), Vec<Column>>,
-    /// Answers by what they depend on: members, room, and the bound on the end.
+    /// Answers by what they depend on: members, room, and the limit on the end.
     known: BTreeMap<(Vec<Members>, u64), Vec<(u64, Option<Run>)>>,
 }
 
@@ -315,13 +315,13 @@ impl Tableau<'_> {
     fn run(&mut self, stage: usize, parts: &[Part], limit: u64, cut: u64) -> Result<Option<Run>, SolverFault> {
         let Some(room) = self.menus.room(self.budget, stage as u64) else { return Ok(None) };
         let border: StageTime = parts.iter().map(|p| self.menus.border(p.virtual_stage, p.end - 1)).sum();
-        let Some(limit) = limit.checked_sub(border.end) else { return Ok(None) };
+        // Without a limit it is one for all borders, so that spans of the same members share their answer.
+        let limit = if limit == u64::MAX { Some(limit) } else { limit.checked_sub(border.end) };
+        let Some(limit) = limit else { return Ok(None) };
         let members = self.members(parts);
         let key = (members.clone(), room);
-        // Limit and cut only come down: an answer that keeps them is still the answer, and so is that there is none.
-        let known = self.known.get(&key).and_then(|all| all.iter().find(|(_, run)| run.as_ref().is_none_or(|r| r.end <= limit)).cloned());
-        let run = match known {
-            Some((_, run)) => run,
+        let run = match self.known.get(&key).and_then(|all| answer(all, limit)) {
+            Some(run) => run.clone(),
             None => {
                 let run = self.stage(&members, room, limit, cut.saturating_sub(self.others(&members)))?;
                 self.known.entry(key).or_default().push((limit, run.clone()));
@@ -492,6 +492,12 @@ impl Program<'_> {
         Err(SolverFault("sizes too near the room".into()))
     }
 }
+/// The answer under a limit on the end, if it is known from one that was no tighter: that there is none, or one that keeps this limit too. The cut only comes down,
+/// so it is no matter under which of them an answer was found; limits do not, as what messages add is taken off them.
+fn answer(known: &[(u64, Option<Run>)], limit: u64) -> Option<&Option<Run>> {
+    known.iter().find(|(under, run)| *under >= limit && run.as_ref().is_none_or(|r| r.end <= limit)).map(|(_, run)| run)
+}
+
 
 /// Times a program is solved again because its rounded answer missed the room by a few bytes.
 const MOST_REPAIRS: usize = 4;
@@ -531,4 +537,21 @@ fn shortest(runs: &BTreeMap<Span, Run>, stages: usize, layers: usize, m: u64) ->
         }
     }
     best
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn answers_hold_for_tighter_limits_that_they_keep_and_for_no_looser_one() {
+        let run = |time, end| Some(Run { time, end, counts: Vec::new() });
+        let known = [(u64::MAX, run(10, 60)), (50, run(12, 40)), (30, None)];
+        let found = |limit| answer(&known, limit).map(|run| run.as_ref().map(|r| r.time));
+        assert_eq!([found(u64::MAX), found(70), found(60)], [Some(Some(10)); 3]);
+        // Between them, something quicker than the second may be found.
+        assert_eq!([found(59), found(51)], [None; 2]);
+        assert_eq!([found(50), found(40)], [Some(Some(12)); 2]);
+        assert_eq!([found(39), found(30), found(7)], [None, Some(None), Some(None)]);
+    }
+}
 }

@@ -1,13 +1,14 @@
 //! Admissible bounds: what no plan of a tuple can beat.
 //!
-//! Memory is left out, layers are spread perfectly over stages, and every layer runs at its least. Two bounds, of which the greater counts:
+//! Layers are spread perfectly over stages, and every layer runs at its least. Two bounds leave memory out; of these the greater counts:
 //!
 //! ```text
-//! p · (T − c) ≥ Σ_layers min_choice ((p + n − 1) · time + end) + messages of the same        no stage's share is greater than the mean
+//! p · (T − c) ≥ Σ_layers min_choice ((p + n − 1) · time + end) + messages of the same        the greatest share of a stage is the mean at least
 //! T − c ≥ Σ min time + messages + (n − 1) · max(mean, ⌈n_kind / p⌉ · min time_kind) + max(mean end, ⌈n_kind / p⌉ · min end_kind)
 //! ```
 //! with `time`, `end` and `n` as the objective adds them up, whatever the schedule ([`crate::objective`]). Before layers are priced, their least time `t` alone counts:
-//! a ramp is at least its part of that ([`spread`]).
+//! a ramp is at least its part of that ([`spread`]). A third bound, before pricing too, knows memory: layers have to fit, and the slowest stage is then no quicker than
+//! [`crate::capacity`] says ([`fitting`]).
 
 use crate::capacity::Layers;
 use crate::memory::LayerBytes;

@@ -1,4 +1,4 @@
-//! The choices of each kind of layer inside a tuple: an option with a ZeRO stage, as terms of the objective and of the arena.
+//! The choices of each kind of layer inside a tuple: an option with a ZeRO stage and a way of offloading, as terms of the objective and of the arena.
 
 use crate::memory::{LayerBytes, boundary_bytes, scalar_bytes, workspace_region};
 use crate::objective::{Home, LayerSync, LayerTerms, StageTime, Terms, border, share};

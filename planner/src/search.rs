@@ -23,11 +23,11 @@ pub const NEVER: u64 = u64::MAX / 4;
 pub enum How {
     /// No plan of it is below this, found without pricing its layers.
     Floor(u64),
-    /// No plan of it is below this, found by pricing the largest micro-batch of its tensor parallelism.
+    /// No plan of it is below this, found by pricing so many sequences that every micro-batch of its tensor parallelism divides them, whole or in parts.
     Trend(u64),
     /// No plan of it is below this.
     Bound(u64),
-    /// Solved exactly: nothing below the incumbent of that moment, which was this.
+    /// Solved, exactly or by a relaxation that was enough: nothing below the incumbent of that moment, which was this.
     Nothing(u64),
     /// Solved exactly: this is its best.
     Best(u64),

@@ -4,7 +4,8 @@
 //! stage, `cp` a divisor of the sequence that leaves blocks of [`LEAST_BLOCK`] (unless it is pinned), `ep` a divisor of `dp` and of the experts, and `tp` at most
 //! [`MOST_TP`] (unless a pin asks for more); for every schedule that is searched ([`searched`]) and whose pipeline is legal ([`Pipeline::refusal`]), with 2, 4, 8, …
 //! virtual stages on each stage where it has several, unless pinned; times every cut of the layers into `pp` stages (with several virtual stages, the cuts of
-//! [`crate::virtual_stages`]); times every option and ZeRO stage of every layer (ZeRO 0 and 1 where backward passes come in halves).
+//! [`crate::virtual_stages`]); times every option, ZeRO stage and way of offloading of every layer (ZeRO 0 and 1 where backward passes
+//! come in halves).
 
 use crate::pins::Pins;
 use crate::prices::{Prices, Shape};
@@ -147,10 +148,12 @@ pub fn nearest_batch(layouts: &[(Degrees, u64)], batch: u64, pins: &Pins) -> Opt
     nearest.min_by_key(|&b| (b.abs_diff(batch), b))
 }
 
+/// The largest number that divides both; of 0 and a number, that number.
 pub fn greatest_common_divisor(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { greatest_common_divisor(b, a % b) }
 }
 
+/// The smallest number that both divide. They are not both 0.
 pub fn least_common_multiple(a: u64, b: u64) -> u64 {
     a / greatest_common_divisor(a, b) * b
 }

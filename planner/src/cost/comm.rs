@@ -97,7 +97,7 @@ pub fn p2p_time(machine: &Machine, mesh: &Mesh, from: u64, to: u64, bytes: u64) 
     message_time(if inside { machine.intra } else { machine.inter }, bytes)
 }
 
-/// The same for a size that is no whole number of bytes.
+/// Seconds of a message over a link, of a size that need not be a whole number of bytes.
 pub fn message_seconds(link: Link, bytes: f64) -> f64 {
     link.latency.seconds() + bytes / link.bandwidth.0.max(1) as f64
 }

@@ -1,4 +1,4 @@
-//! Memory of the fullest rank, for the executors whose buffers are documented: Megatron and DeepSpeed.
+//! Memory of the fullest rank, for the executors whose buffers are documented: Megatron and DeepSpeed, and Nanotron, which cuts as Megatron does.
 //!
 //! ```text
 //! allocated = bytes a parameter · parameters + in flight · layers · kept + one layer's working set + logits

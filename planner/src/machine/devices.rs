@@ -1,7 +1,7 @@
 //! Built-in devices: the data sheet of each, and what was measured of it.
 //!
-//! A row holds data-sheet figures and the document they are from. Achieved rates come from [`super::fitted`] where the device, or one of the same chip, was
-//! measured; elsewhere they are allowances, said so below.
+//! A row holds data-sheet figures and the document they are from. Achieved rates are allowances, said so below ([`Gpu::machine`]); or, where that is asked for and
+//! the device, or one of the same chip, was measured, those of [`super::fitted`] ([`Gpu::measured`]).
 
 use super::fitted::{self, Gemm};
 use super::{Curves, DeviceSpec, Link, Machine, Peak};

@@ -47,7 +47,9 @@ pub struct Network {
     pub latency: u64,
     /// β, bytes/s of one device, one direction.
     pub bandwidth: u64,
+    /// How many rows it was made from.
     pub rows: u64,
+    /// Median error from 1 MiB on, and below; millionths.
     pub large: u64,
     pub small: u64,
 }
@@ -57,11 +59,7 @@ pub const SIZES: [u64; 10] = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4
 
 /// The bf16 surface of a device.
 pub fn gemm(device: &str) -> Option<&'static Gemm> {
-    surface(device, "bf16")
-}
-
-pub fn surface(device: &str, dtype: &str) -> Option<&'static Gemm> {
-    data::GEMM.iter().find(|g| g.device == device && g.dtype == dtype)
+    data::GEMM.iter().find(|g| g.device == device && g.dtype == "bf16")
 }
 
 /// Curves of collectives in a node of `device`; empty where none were measured.

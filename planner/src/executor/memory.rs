@@ -23,13 +23,12 @@ pub fn memory(model: &Decoder, layout: &Layout, executor: Executor) -> Option<Me
 }
 
 fn of_stage(model: &Decoder, layout: &Layout, executor: Executor, stage: u64) -> f64 {
-    let (t, p) = (layout.tp as f64, layout.pp as f64);
+    let t = layout.tp as f64;
     let tokens = (model.sequence * layout.micro_batch) as f64 / layout.cp as f64;
     let (first, last) = (stage == 0, stage + 1 == layout.pp);
     let deepspeed = executor == Executor::DeepSpeed;
 
-    let as_layers = layout.pp > 1 && !model.layers.is_multiple_of(layout.pp) && (model.layers + 2).is_multiple_of(layout.pp);
-    let layers = if as_layers { ((model.layers + 2) / layout.pp - 1) as f64 } else { model.layers as f64 / p };
+    let (_, layers) = layout.layers_of_stages(model.layers);
     let embedding = (model.vocab * model.hidden) as f64 / t;
     let own_head = last && (model.embeddings == Embeddings::Apart || layout.pp > 1);
     let parameters = model.layer_parameters() as f64 * layers / t + f64::from(u8::from(first) + u8::from(own_head)) * embedding;
@@ -54,7 +53,7 @@ fn of_stage(model: &Decoder, layout: &Layout, executor: Executor, stage: u64) ->
     };
     let in_flight = match layout.virtual_stages {
         1 => layout.micro_batches.min(layout.pp - stage) as f64,
-        v => (layout.micro_batches as f64).min(p + (p - 1.0) / v as f64),
+        v => (layout.micro_batches as f64).min(layout.pp as f64 + (layout.pp as f64 - 1.0) / v as f64),
     };
     let activations = match layout.recompute {
         Recompute::None => in_flight * layers * whole,

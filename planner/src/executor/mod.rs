@@ -8,6 +8,7 @@
 mod memory;
 mod price;
 
+pub use dplan_ir::plan::Recompute;
 pub use memory::memory;
 pub use price::price;
 
@@ -74,17 +75,23 @@ pub struct Layout {
     pub micro_batch: u64,
     pub micro_batches: u64,
     pub zero: u64,
+    /// Selective: the scores of attention in Megatron; about half the operators in FSDP2.
     pub recompute: Recompute,
     pub activations: Activations,
     pub precision: Precision,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Recompute {
-    None,
-    /// The scores of attention in Megatron; about half the operators in FSDP2.
-    Selective,
-    Full,
+impl Layout {
+    /// Layers of a middle stage, and of one at an end. DeepSpeed counts embedding and head as layers where that divides.
+    fn layers_of_stages(&self, layers: u64) -> (f64, f64) {
+        let pp = self.pp;
+        if pp > 1 && !layers.is_multiple_of(pp) && (layers + 2).is_multiple_of(pp) {
+            let each = (layers + 2) / pp;
+            return (each as f64, (each - 1) as f64);
+        }
+        let each = layers as f64 / pp as f64;
+        (each, each)
+    }
 }
 
 /// Between the parallel parts of a layer.
@@ -180,7 +187,7 @@ pub enum Constant {
     /// On H100 and H200 with the libraries of 2024.
     SustainedH100Late,
     SustainedB200,
-    /// Speed of the Triton attention kernel over the flash attention of [`attention_rate`].
+    /// Speed of the Triton attention kernel over flash attention.
     TritonAttention,
     /// Memory traffic of norms, activations and residual sums over that of fused kernels, eager.
     ElementwiseEager,
@@ -248,16 +255,38 @@ pub struct Memory {
     pub device: Bytes,
 }
 
-/// Rates of flash attention over the peak of the device, forward and backward, the masked half not counted.
-///
-/// A100 and B200: medians of the operator benchmarks in SimuMax (causal kernels of 4096 tokens). H100, H200: the FlashAttention-2 kernels that the
-/// frameworks of 2023 and 2024 call (arXiv:2307.08691 §4.1: up to 335 TFLOP/s without Hopper instructions). V100: no such kernel, batched products.
-pub fn attention_rate(device: &str) -> (f64, f64) {
-    match device {
-        d if d.starts_with("a100") || d == "a800" => (0.55, 0.46),
-        d if d.starts_with('h') || d.starts_with("gh") => (0.40, 0.32),
-        d if d.starts_with('b') || d.starts_with("gb") => (0.40, 0.38),
-        _ => (0.30, 0.25),
+/// Devices that executors tell apart.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Generation {
+    Ampere,
+    Hopper,
+    Blackwell,
+    /// V100, and whatever nobody published runs of.
+    Other,
+}
+
+impl Generation {
+    /// By a device's name.
+    fn of(device: &str) -> Generation {
+        match device {
+            d if d.starts_with("a100") || d == "a800" => Generation::Ampere,
+            d if d.starts_with('h') || d.starts_with("gh") => Generation::Hopper,
+            d if d.starts_with('b') || d.starts_with("gb") => Generation::Blackwell,
+            _ => Generation::Other,
+        }
+    }
+
+    /// Rates of flash attention over the peak of the device, forward and backward, the masked half not counted.
+    ///
+    /// A100 and B200: medians of the operator benchmarks in SimuMax (causal kernels of 4096 tokens). H100, H200: the FlashAttention-2 kernels that the
+    /// frameworks of 2023 and 2024 call (arXiv:2307.08691 §4.1: up to 335 TFLOP/s without Hopper instructions). V100: no such kernel, batched products.
+    fn attention_rate(self) -> (f64, f64) {
+        match self {
+            Generation::Ampere => (0.55, 0.46),
+            Generation::Hopper => (0.40, 0.32),
+            Generation::Blackwell => (0.40, 0.38),
+            Generation::Other => (0.30, 0.25),
+        }
     }
 }
 

@@ -6,7 +6,7 @@
 //! step   = m · slowest stage + (others once)/virtual + transfers + synchronisation − what overlaps + optimizer
 //! ```
 
-use super::{Activations, Constant, Constants, Decoder, Executor, Layout, Precision, Recompute, Step, attention_rate};
+use super::{Activations, Constant, Constants, Decoder, Executor, Generation, Layout, Precision, Recompute, Step};
 use crate::cost::comm::{Group, group_time, message_seconds};
 use crate::machine::{DeviceSpec, Machine};
 use dplan_ir::program::Pattern;
@@ -27,7 +27,7 @@ pub fn price(model: &Decoder, layout: &Layout, executor: Executor, machine: &Mac
     let both = forward.total() + backward.total();
     let head = pass.head();
     let (m, p) = (layout.micro_batches as f64, layout.pp as f64);
-    let (layers, last_layers) = pass.layers_of_stages();
+    let (layers, last_layers) = layout.layers_of_stages(model.layers);
 
     let middle = layers * both;
     let last = last_layers * both + head;
@@ -79,16 +79,20 @@ impl Pass<'_> {
         (self.model.sequence * self.layout.micro_batch) as f64 / self.layout.cp as f64
     }
 
+    fn generation(&self) -> Generation {
+        Generation::of(&self.device.name)
+    }
+
     /// A part with less power reaches less in proportion: products run at the power limit.
     fn sustained(&self) -> f64 {
         let power = if self.device.name == "h100-96g" { 500.0 / 700.0 } else { 1.0 };
-        let rate = self.get(match self.device.name.as_str() {
-            "h100" | "h100-96g" | "h200" | "gh200" | "h800" | "h100-pcie" => match self.executor {
+        let rate = self.get(match self.generation() {
+            Generation::Hopper => match self.executor {
                 Executor::MosaicFsdp | Executor::Megatron2021 | Executor::DeepSpeed | Executor::Nanotron => Constant::SustainedH100,
                 Executor::MegatronCore | Executor::Fsdp2 | Executor::Fsdp2Compiled => Constant::SustainedH100Late,
             },
-            name if name.starts_with('b') || name.starts_with("gb") => Constant::SustainedB200,
-            _ => Constant::SustainedA100,
+            Generation::Blackwell => Constant::SustainedB200,
+            Generation::Ampere | Generation::Other => Constant::SustainedA100,
         });
         rate * power
     }
@@ -182,7 +186,7 @@ impl Pass<'_> {
         let (heads, s, d) = ((model.heads as f64 / layout.tp as f64).max(1.0), model.sequence as f64, model.head_dim as f64);
         let count = layout.micro_batch as f64 * heads;
         if self.executor.flash() {
-            let (rate, rate_back) = attention_rate(&self.device.name);
+            let (rate, rate_back) = self.generation().attention_rate();
             let mut speed = self.peak() * self.sustained();
             if self.executor == Executor::MosaicFsdp {
                 speed *= self.get(Constant::TritonAttention);
@@ -231,12 +235,9 @@ impl Pass<'_> {
         if layout.cp == 1 {
             return 0.0;
         }
-        let inside = (self.machine.per_node / layout.tp.min(self.machine.per_node)).max(1);
-        let local = layout.cp.min(inside);
-        let group = Group { local, nodes: layout.cp.div_ceil(local) };
         let width = 2.0 * (self.model.kv_heads * self.model.head_dim) as f64 / layout.tp as f64;
         let bytes = 2.0 * (self.model.sequence * layout.micro_batch) as f64 * width;
-        group_time(self.machine, group, Pattern::AllGather, bytes as u64).seconds()
+        group_time(self.machine, self.spread(layout.cp), Pattern::AllGather, bytes as u64).seconds()
     }
 
     /// Logits, loss and their gradients.
@@ -244,17 +245,6 @@ impl Pass<'_> {
         let vocab = self.model.vocab as f64 / self.layout.tp as f64;
         let bytes = if self.executor == Executor::Nanotron { self.get(Constant::EagerLogits) } else { FUSED_LOGITS };
         3.0 * self.product(1.0, self.tokens(), vocab, self.model.hidden as f64, 1.0) + self.sweep(bytes * self.tokens() * vocab)
-    }
-
-    /// Layers of a middle stage, and of the last. DeepSpeed counts embedding and head as layers where that divides.
-    fn layers_of_stages(&self) -> (f64, f64) {
-        let (layers, pp) = (self.model.layers, self.layout.pp);
-        if pp > 1 && !layers.is_multiple_of(pp) && (layers + 2).is_multiple_of(pp) {
-            let each = (layers + 2) / pp;
-            return (each as f64, (each - 1) as f64);
-        }
-        let each = layers as f64 / pp as f64;
-        (each, each)
     }
 
     /// Parameters of the fullest stage on one rank.
@@ -271,11 +261,15 @@ impl Pass<'_> {
         if self.layout.zero >= 1 { self.replicas() as f64 } else { 1.0 }
     }
 
-    /// Replicas, as they lie on the nodes.
-    fn replica_group(&self) -> Group {
-        let inside = (self.machine.per_node / self.layout.tp.min(self.machine.per_node)).max(1);
-        let local = self.replicas().min(inside);
-        Group { local, nodes: self.replicas().div_ceil(local) }
+    /// Tensor-parallel groups of a node; a part of one counts as one.
+    fn groups_of_node(&self) -> u64 {
+        (self.machine.per_node / self.layout.tp.min(self.machine.per_node)).max(1)
+    }
+
+    /// So many ranks of different tensor-parallel groups, as they lie on the nodes.
+    fn spread(&self, ranks: u64) -> Group {
+        let local = ranks.min(self.groups_of_node());
+        Group { local, nodes: ranks.div_ceil(local) }
     }
 
     /// Gradients and gathered parameters of a step, as far as they are not hidden.
@@ -284,7 +278,7 @@ impl Pass<'_> {
         if replicas == 1 {
             return 0.0;
         }
-        let group = self.replica_group();
+        let group = self.spread(replicas);
         let near = Group { local: group.local, nodes: 1 };
         let time = |group, pattern, bytes: f64| group_time(self.machine, group, pattern, bytes as u64).seconds();
         let gradient_bytes = match (self.executor, self.layout.precision) {
@@ -332,9 +326,8 @@ impl Pass<'_> {
         match self.executor {
             // Each rank sends its part, and the whole is gathered inside the node; only ranks of the last stage of a node use the network.
             Executor::DeepSpeed => {
-                let stages_of_node = (self.machine.per_node / layout.tp.min(self.machine.per_node)).max(1) as f64;
                 let part = whole / layout.tp as f64;
-                let hop = if one_node { inside(part) } else { between(part / stages_of_node) };
+                let hop = if one_node { inside(part) } else { between(part / self.groups_of_node() as f64) };
                 (2.0 * m + fill) * (hop + if layout.tp > 1 { inside(whole) } else { 0.0 })
             }
             // The same, over the network that all ranks share.

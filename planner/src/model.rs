@@ -172,7 +172,8 @@ impl Prices for Model<'_> {
         let offers = self.offers(class, shape);
         let layer = self.classes.iter().position(|&c| c == class).unwrap_or(0) as u32;
         let lowered = pricing.sharder(BackwardPass::Parted).and_then(|sharder| {
-            offers.iter().map(|o| pricing.halves(&sharder, layer, &o.option.plan(States::default()))).collect::<Result<Vec<_>, _>>()
+            let halves = |o: &Offer| Ok(pricing.halves(&sharder.layer(layer, &o.option.plan(States::default()))?));
+            offers.iter().map(halves).collect::<Result<Vec<_>, LowerError>>()
         });
         // What is offered can be lowered; if not, it cannot run in halves.
         let halves: Rc<[Halves]> = lowered.unwrap_or_default().into();

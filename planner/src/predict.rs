@@ -196,8 +196,8 @@ fn priced(pricing: &Pricing<'_>, classes: &[u32], plan: &Plan) -> Result<Vec<std
             layers.push(std::rc::Rc::clone(layer));
             continue;
         }
-        let option = pricing.price(at, plan.layer(at))?;
         let fragment = sharder.layer(at, plan.layer(at))?;
+        let option = pricing.option(&fragment, plan.layer(at));
         let block = |&form: &_| fragment.local(form, pricing.graph, &pricing.mesh, &pricing.padded);
         let (mut traffic, mut flops) = (0, 0);
         for stmt in fragment.forward.iter().chain(&fragment.backward) {
@@ -221,7 +221,7 @@ fn priced(pricing: &Pricing<'_>, classes: &[u32], plan: &Plan) -> Result<Vec<std
         }
         let halves = match backward_pass {
             BackwardPass::Whole => None,
-            BackwardPass::Parted => Some(pricing.halves(&sharder, at, plan.layer(at))?),
+            BackwardPass::Parted => Some(pricing.halves(&fragment)),
         };
         let layer = std::rc::Rc::new(Layer { halves, traffic: traffic.min(option.time().0), option, flops });
         known.insert(key, std::rc::Rc::clone(&layer));

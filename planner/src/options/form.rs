@@ -126,15 +126,14 @@ pub(super) struct Rates<'a> {
     machine: &'a Machine,
     mesh: &'a Mesh,
     padded: &'a Padded,
-    compare: Compare,
     /// γ.
     picos_per_partial: u64,
 }
 
 impl<'a> Rates<'a> {
-    pub fn new(pricing: &'a Pricing<'_>, compare: Compare) -> Rates<'a> {
+    pub fn new(pricing: &'a Pricing<'_>) -> Rates<'a> {
         let Pricing { graph, machine, mesh, padded, .. } = pricing;
-        let mut rates = Rates { graph, machine, mesh, padded, compare, picos_per_partial: 0 };
+        let mut rates = Rates { graph, machine, mesh, padded, picos_per_partial: 0 };
         // Of a large block, so that latencies are spread over many elements.
         let (elems, size) = (1 << 20, 8);
         let all = group_time(machine, group(machine, mesh, mesh.tp()), Pattern::AllReduce, elems * size);
@@ -166,10 +165,10 @@ impl<'a> Rates<'a> {
         }
     }
     /// See [`Measure`]. Times are in picoseconds, so that γ is not rounded away.
-    pub fn measure(&self, cost: &Cost) -> Measure {
+    pub fn measure(&self, cost: &Cost, compare: Compare) -> Measure {
         let [forward, backward, params, partial, frame, workspace] = cost.0;
         let time = 1000 * (forward + backward);
-        match self.compare {
+        match compare {
             Compare::All => Measure([time, params, time + partial * self.picos_per_partial, frame, frame + workspace]),
             Compare::Passes => Measure([time, 0, time, frame, frame + workspace]),
         }

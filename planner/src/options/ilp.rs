@@ -55,14 +55,14 @@ impl Blueprint {
     /// # Errors
     /// If the solver fails.
     pub fn integer_program(&self, pricing: &Pricing<'_>, goal: &Goal) -> Result<Option<LayerOption>, IlpError> {
-        let Some(mut net) = Net::new(pricing, self, Compare::All) else {
+        let Some(mut net) = Net::new(pricing, self) else {
             return Ok(None);
         };
         let stages = net.stages(Keep::All);
         let mut best: Option<LayerOption> = None;
         for variant in 0..COUNT {
             let weights: Vec<Vec<Measure>> =
-                stages.iter().map(|s| s.outcomes.iter().map(|o| net.rates.measure(&o.costs[variant])).collect()).collect();
+                stages.iter().map(|s| s.outcomes.iter().map(|o| net.rates.measure(&o.costs[variant], Compare::All)).collect()).collect();
             let Some(path) = flow(&stages, &weights, goal)? else { continue };
             let found = self.offer(pricing, &net, &stages, variant, &path).option;
             if best.as_ref().is_none_or(|b| goal.value(&found) < goal.value(b)) {

@@ -1,6 +1,5 @@
 //! The integer program against the labels, and what it finds by itself.
 
-use super::form::Compare;
 use super::tests::{Draw, SMALL, Sizes, branching, llama};
 use super::*;
 use crate::machine::Machine;
@@ -30,7 +29,7 @@ fn the_integer_program_agrees_with_the_labels_on_random_layers() {
         let offers = blueprint.offers(pricing);
         // The solver is dense in places: small programs keep the test quick.
         let arcs = |mut net: Net<'_>| net.stages(Keep::All).iter().map(|s| s.arcs.len()).sum::<usize>();
-        if Net::new(pricing, &blueprint, Compare::All).is_none_or(|net| arcs(net) > 400) {
+        if Net::new(pricing, &blueprint).is_none_or(|net| arcs(net) > 400) {
             continue;
         }
         let bytes: Vec<u64> = offers.iter().map(|o| o.option.bytes.frame + o.option.bytes.workspace).collect();

@@ -131,13 +131,13 @@ pub fn options(pricing: &Pricing<'_>, layer: u32) -> Result<Vec<LayerOption>, Lo
 impl Blueprint {
     /// The [`options`] of the layer, each with the sharding of the tied parameter. `pricing` must be of the blueprint's graph.
     pub fn offers(&self, pricing: &Pricing<'_>) -> Vec<Offer> {
-        let Some(mut net) = Net::new(pricing, self, Compare::All) else {
+        let Some(mut net) = Net::new(pricing, self) else {
             return Vec::new();
         };
-        let stages = net.stages(Keep::Undominated);
+        let stages = net.stages(Keep::Undominated(Compare::All));
         let mut all: Vec<(u32, Measure, usize, Path)> = Vec::new();
         for variant in 0..COUNT {
-            let found = labels::pareto(&stages, variant, |cost| net.rates.measure(cost));
+            let found = labels::pareto(&stages, variant, |cost| net.rates.measure(cost, Compare::All));
             all.extend(found.into_iter().map(|(sink, measure, path)| (sink, measure, variant, path)));
         }
         // What covers comes before what it covers.
@@ -156,12 +156,12 @@ impl Blueprint {
 
     /// What every offer that recomputes in one of these ways takes at least: trades of time, frame and workspace among the undominated, and the least buckets.
     pub fn sketch(&self, pricing: &Pricing<'_>, recompute: &[Recompute]) -> (Vec<Trade>, Vec<BucketSize>) {
-        let Some(mut net) = Net::new(pricing, self, Compare::Passes) else {
+        let Some(mut net) = Net::new(pricing, self) else {
             return (Vec::new(), Vec::new());
         };
-        let stages = net.stages(Keep::Undominated);
+        let stages = net.stages(Keep::Undominated(Compare::Passes));
         let variants = (0..COUNT).filter(|&v| recompute.contains(&VARIANTS[v].0));
-        let found = variants.flat_map(|variant| labels::pareto(&stages, variant, |cost| net.rates.measure(cost)));
+        let found = variants.flat_map(|variant| labels::pareto(&stages, variant, |cost| net.rates.measure(cost, Compare::Passes)));
         let trades = trades(found.map(|(_, measure, _)| measure.way()));
         let bucket = |(spread, elems)| BucketSize { elems, partial: AxisSet::EMPTY, spread, tied: false };
         (trades, net.least_stored().into_iter().map(bucket).collect())

@@ -122,7 +122,7 @@ pub(super) struct Stage {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Keep {
     All,
-    Undominated,
+    Undominated(Compare),
 }
 
 pub(super) struct Net<'p> {
@@ -140,12 +140,12 @@ pub(super) struct Net<'p> {
 
 impl<'p> Net<'p> {
     /// Nothing if the layer's border cannot be sharded as the pricing says.
-    pub fn new(pricing: &'p Pricing<'p>, blueprint: &'p Blueprint, compare: Compare) -> Option<Net<'p>> {
+    pub fn new(pricing: &'p Pricing<'p>, blueprint: &'p Blueprint) -> Option<Net<'p>> {
         let slots = blueprint.slots.len();
         let mut net = Net {
             pricing,
             blueprint,
-            rates: Rates::new(pricing, compare),
+            rates: Rates::new(pricing),
             choices: Vec::new(),
             seen: vec![Seen::default(); slots],
             sums: HashMap::default(),
@@ -469,9 +469,15 @@ impl<'p> Net<'p> {
             next.clear();
             next.extend(stay.iter().map(|&s| self.seen[s].state(states[s])));
             let lead = reached.id(&next);
-            let covers = |old: &Costs| old.iter().zip(&costs).all(|(old, new)| self.rates.measure(old).covers(&self.rates.measure(new)));
-            let covered = (first..outcomes.len()).any(|o| leads[o] == lead && covers(&outcomes[o].costs));
-            if keep == Keep::All || !covered {
+            let covered = match keep {
+                Keep::All => false,
+                Keep::Undominated(compare) => {
+                    let measure = |cost: &Cost| self.rates.measure(cost, compare);
+                    let covers = |old: &Costs| old.iter().zip(&costs).all(|(old, new)| measure(old).covers(&measure(new)));
+                    (first..outcomes.len()).any(|o| leads[o] == lead && covers(&outcomes[o].costs))
+                }
+            };
+            if !covered {
                 outcomes.push(Outcome { choice: choice as u16, costs });
                 leads.push(lead);
             }

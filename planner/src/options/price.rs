@@ -1,6 +1,6 @@
 //! What a layer costs, read off its lowering: the authority that [`super::options`] must agree with.
 
-use super::form::{Compare, Rates};
+use super::form::Rates;
 use super::{Halves, LayerOption, Pricing};
 use crate::lower::{BackwardPass, Fragment, LowerError, Sharder, Storage, makes};
 use crate::units::Nanos;
@@ -17,30 +17,28 @@ impl Pricing<'_> {
     /// # Errors
     /// A strategy that the layer's ops do not allow, or that does not divide under the padding of this pricing.
     pub fn price(&self, layer: u32, plan: &LayerPlan) -> Result<LayerOption, LowerError> {
-        let sharder = Sharder::new(self.graph, self.mesh.clone(), self.padded.clone(), self.boundary)?;
-        let fragment = sharder.layer(layer, plan)?;
-        let backward = self.backward(&fragment, 0..fragment.backward.len());
-        Ok(LayerOption {
+        Ok(self.option(&self.sharder(BackwardPass::Whole)?.layer(layer, plan)?, plan))
+    }
+
+    /// The cost of a layer that `plan` lowers to `fragment`.
+    pub fn option(&self, fragment: &Fragment, plan: &LayerPlan) -> LayerOption {
+        LayerOption {
             strategy: plan.strategy.iter().cloned().map(Rc::new).collect(),
             recompute: plan.recompute,
             gathered: plan.gathered,
-            forward: self.time(&fragment, &fragment.forward),
-            backward,
+            forward: self.time(fragment, &fragment.forward),
+            backward: self.backward(fragment, 0..fragment.backward.len()),
             bytes: fragment.bytes(self.graph, &self.mesh, &self.padded),
-        })
+        }
     }
 
-    /// The same layer with its backward pass in halves. `sharder` is this pricing's, with [`BackwardPass::Parted`].
-    ///
-    /// # Errors
-    /// As [`Pricing::price`].
-    pub fn halves(&self, sharder: &Sharder<'_>, layer: u32, plan: &LayerPlan) -> Result<Halves, LowerError> {
-        let fragment = sharder.layer(layer, plan)?;
-        Ok(Halves {
-            input: self.backward(&fragment, 0..fragment.input_half),
-            weight: self.backward(&fragment, fragment.input_half..fragment.backward.len()),
+    /// The backward pass of a layer that was lowered with [`BackwardPass::Parted`].
+    pub fn halves(&self, fragment: &Fragment) -> Halves {
+        Halves {
+            input: self.backward(fragment, 0..fragment.input_half),
+            weight: self.backward(fragment, fragment.input_half..fragment.backward.len()),
             bytes: fragment.bytes(self.graph, &self.mesh, &self.padded),
-        })
+        }
     }
 
     /// What layers are lowered with under this pricing.
@@ -57,7 +55,7 @@ impl Pricing<'_> {
         let mut time = self.time(fragment, stmts);
         for form in stmts.iter().flat_map(makes) {
             let late = fragment.accumulate.iter().filter(|(_, f)| f == form && !matches!(fragment.storage[*f], Storage::Gradient(_)));
-            late.for_each(|_| time += Rates::new(self, Compare::All).accumulate(&self.block(fragment, *form)));
+            late.for_each(|_| time += Rates::new(self).accumulate(&self.block(fragment, *form)));
         }
         time
     }
@@ -67,7 +65,7 @@ impl Pricing<'_> {
     }
 
     fn time(&self, fragment: &Fragment, stmts: &[Stmt]) -> Nanos {
-        let rates = Rates::new(self, Compare::All);
+        let rates = Rates::new(self);
         let blocks = |forms: &[FormId]| forms.iter().map(|&f| self.block(fragment, f)).collect::<Vec<LocalType>>();
         stmts
             .iter()

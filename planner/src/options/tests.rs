@@ -230,7 +230,7 @@ fn random_strategies_cost_what_their_lowering_does() {
         for pricing in every_pricing(graph, &machine, &[1, 2, 4, 6]) {
             for layer in 0..graph.layer_count() {
                 let blueprint = Blueprint::new(graph, layer).unwrap();
-                let Some(mut net) = Net::new(&pricing, &blueprint, Compare::All) else { continue };
+                let Some(mut net) = Net::new(&pricing, &blueprint) else { continue };
                 for _ in 0..12 {
                     let path: Vec<usize> = net.choices.iter().map(|c| draw.below(c.len() as u64) as usize).collect();
                     walked += usize::from(same_as_lowering(&pricing, layer, &mut net, &path).is_some());
@@ -281,7 +281,7 @@ fn options_are_the_undominated_ones_of_all_strategies() {
         let pricing = &pricings[draw.below(pricings.len() as u64) as usize];
         for layer in 0..graph.layer_count() {
             let blueprint = Blueprint::new(&graph, layer).unwrap();
-            let Some(mut net) = Net::new(pricing, &blueprint, Compare::All) else { continue };
+            let Some(mut net) = Net::new(pricing, &blueprint) else { continue };
             if net.choices.iter().map(Vec::len).product::<usize>() > 1500 {
                 continue;
             }
@@ -293,7 +293,10 @@ fn options_are_the_undominated_ones_of_all_strategies() {
                 }
                 let costs = same_as_lowering(pricing, layer, &mut net, &path);
                 all.extend(
-                    costs.into_iter().flat_map(|costs| VARIANTS.map(|v| v.0).into_iter().zip(costs)).map(|(r, cost)| (r, net.rates.measure(&cost))),
+                    costs
+                        .into_iter()
+                        .flat_map(|costs| VARIANTS.map(|v| v.0).into_iter().zip(costs))
+                        .map(|(r, cost)| (r, net.rates.measure(&cost, Compare::All))),
                 );
             }
             strategies += all.len() / VARIANTS.len();
@@ -303,7 +306,8 @@ fn options_are_the_undominated_ones_of_all_strategies() {
             best.dedup();
             let measure = |o: &LayerOption| {
                 let bytes = [o.bytes.frame, o.bytes.workspace];
-                net.rates.measure(&super::form::Cost([o.forward.0, o.backward.0, o.param_elems(), o.partial_elems(), bytes[0], bytes[1]]))
+                net.rates
+                    .measure(&super::form::Cost([o.forward.0, o.backward.0, o.param_elems(), o.partial_elems(), bytes[0], bytes[1]]), Compare::All)
             };
             let mut found: Vec<(Recompute, Measure)> = blueprint.offers(pricing).iter().map(|o| (o.option.recompute, measure(&o.option))).collect();
             found.sort_unstable();

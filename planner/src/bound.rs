@@ -52,13 +52,13 @@ pub fn priced(menus: &Menus, layers: &[usize]) -> u64 {
 
 /// What no plan of a tuple can beat, before its layers are priced ([`Prices::floor`]), memory aside.
 pub fn floor(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple) -> u64 {
-    let least: Vec<u64> = problem.kinds.iter().map(|k| prices.floor(k.class, tuple.shape(), Reference::Rank, &k.recompute).time()).collect();
+    let least: Vec<u64> = problem.floors(prices, tuple, Reference::Rank).iter().map(Floor::time).collect();
     spread(problem, tuple, &least, 0)
 }
 
 /// The same where layers have to fit, as known from a reference.
 pub fn fitting(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple, from: Reference) -> u64 {
-    let floors: Vec<Floor> = problem.kinds.iter().map(|k| prices.floor(k.class, tuple.shape(), from, &k.recompute)).collect();
+    let floors = problem.floors(prices, tuple, from);
     held(problem, prices, tuple, &floors)
 }
 

@@ -79,7 +79,7 @@ pub fn check(problem: &Problem, prices: &mut dyn Prices, objective: u64, lower_b
             }
             How::Open(claimed) if claimed < lower_bound => faults.push(Fault::Low { tuple, claimed, objective: lower_bound }),
             How::Open(claimed) => {
-                let floor = quickest(problem, &tuple, |kind| prices.floor(kind.class, tuple.shape(), Reference::Rank, &kind.recompute).time());
+                let floor = quickest(problem, &tuple, &problem.floors(prices, &tuple, Reference::Rank));
                 let found = if floor < lower_bound { weights(problem, prices, &tuple).unwrap_or(u64::MAX) } else { floor };
                 if found >= lower_bound {
                     checked.recomputed += 1;
@@ -214,9 +214,15 @@ fn orders(problem: &Problem, pp: u64, micro_batches: u64) -> Vec<(Schedule, u64)
     all
 }
 
+/// One micro-batch through all layers, each at the least time of its kind.
+fn all_once(problem: &Problem, floors: &[Floor]) -> u64 {
+    let least: Vec<u64> = floors.iter().map(Floor::time).collect();
+    problem.layers.iter().map(|&kind| least[kind]).sum()
+}
+
 /// The objective of layers that take the least time of their kinds.
-pub(crate) fn quickest(problem: &Problem, tuple: &Tuple, mut least: impl FnMut(&Kind) -> u64) -> u64 {
-    let sum: u128 = problem.layers.iter().map(|&kind| u128::from(least(&problem.kinds[kind]))).sum();
+pub(crate) fn quickest(problem: &Problem, tuple: &Tuple, floors: &[Floor]) -> u64 {
+    let sum = u128::from(all_once(problem, floors));
     let (p, m, v) = (u128::from(tuple.pp), u128::from(tuple.micro_batches), u128::from(tuple.virtual_stages));
     // The mean stage runs every micro-batch; while the pipeline fills and drains it waits for its part of the other stages' times.
     let waits = match tuple.schedule {
@@ -229,19 +235,16 @@ pub(crate) fn quickest(problem: &Problem, tuple: &Tuple, mut least: impl FnMut(&
 
 /// A bound by the floors of all kinds: the objective if stages that are quick enough for anything better cannot hold all layers.
 fn reached(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple, from: Reference, objective: u64) -> u64 {
-    let floors: Vec<Floor> = problem.kinds.iter().map(|k| prices.floor(k.class, tuple.shape(), from, &k.recompute)).collect();
+    let floors = problem.floors(prices, tuple, from);
     let prices: &dyn Prices = prices;
-    let time = |kind: usize| floors[kind].time();
-    let sum: u64 = problem.layers.iter().map(|&kind| time(kind)).sum();
-    let of = |kind: &Kind| problem.kinds.iter().position(|k| k == kind).map_or(0, time);
-    let quickest = quickest(problem, tuple, of);
+    let quickest = quickest(problem, tuple, &floors);
     if quickest >= objective || !tuple.schedule.is_plain() {
         return quickest;
     }
     // No stage of a better plan takes this long.
     let slow = match tuple.micro_batches {
         1 => u64::MAX,
-        m => (objective - sum).div_ceil(m - 1),
+        m => (objective - all_once(problem, &floors)).div_ceil(m - 1),
     };
     let overfull = |(at, floor): (usize, &Floor)| {
         let held: u64 = (0..tuple.pp).map(|stage| holds(problem, prices, tuple, (&problem.kinds[at], floor), stage, slow)).sum();

@@ -141,7 +141,7 @@ pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bo
     let trend_batches = trend_batches(closed.iter().filter(|c| c.how != How::Crowded).map(|c| &c.tuple));
     let mut order: Vec<(u64, usize)> = Vec::new();
     for (at, tuple) in space.iter().enumerate().filter(|&(at, _)| closed[at].how != How::Crowded) {
-        order.push((quickest(problem, tuple, |kind| prices.floor(kind.class, tuple.shape(), Reference::Rank, &kind.recompute).time()), at));
+        order.push((quickest(problem, tuple, &problem.floors(prices, tuple, Reference::Rank)), at));
     }
     order.sort_unstable();
     let (mut best, mut objective, mut solved, mut lower_bound): (Option<Found>, u64, usize, Option<u64>) = (None, NEVER, 0, None);
@@ -158,7 +158,7 @@ pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bo
             continue;
         }
         let sequences = trend_batches[&tuple.tp];
-        let trend = quickest(problem, &tuple, |kind| prices.floor(kind.class, tuple.shape(), Reference::Same { sequences }, &kind.recompute).time());
+        let trend = quickest(problem, &tuple, &problem.floors(prices, &tuple, Reference::Same { sequences }));
         if trend >= objective {
             closed[at].how = How::Trend(trend);
             continue;

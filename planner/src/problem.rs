@@ -2,7 +2,7 @@
 
 use crate::memory::{StateTypes, is_offloaded};
 use crate::pins::Pins;
-use crate::prices::Prices;
+use crate::prices::{Floor, Prices, Reference};
 use crate::space::Tuple;
 use dplan_ir::plan::{Clip, Offload, Recompute, States, Zero};
 
@@ -67,6 +67,11 @@ impl Problem {
         let layers = layers.collect();
         let limit = memory_limit.unwrap_or(prices.device_memory().0);
         let budget = limit.saturating_sub(prices.context().0);
+
+    /// What layers of each kind take at least in a tuple, as known from a reference.
+    pub fn floors(&self, prices: &mut dyn Prices, tuple: &Tuple, from: Reference) -> Vec<Floor> {
+        self.kinds.iter().map(|kind| prices.floor(kind.class, tuple.shape(), from, &kind.recompute)).collect()
+    }
         Problem { devices, batch, types, clip, budget, pins, layers, kinds }
     }
 }

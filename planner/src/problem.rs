@@ -1,6 +1,6 @@
 //! What is searched, with everything about tensors behind [`Prices`]: layers of a few kinds, and limits.
 
-use crate::memory::{StateTypes, is_offloaded};
+use crate::memory::StateTypes;
 use crate::pins::Pins;
 use crate::prices::{Floor, Prices, Reference};
 use crate::space::Tuple;
@@ -55,9 +55,7 @@ impl Problem {
         let layers = prices.classes().iter().zip(0..).map(|(&class, layer)| {
             let zero = (0..=3).map(Zero).filter(|z| pins.zero.allows(layer, z)).collect();
             let recompute = Recompute::ALL.into_iter().filter(|r| pins.recompute.allows(layer, r)).collect();
-            // Nothing is offloaded that the optimizer does not keep.
-            let any = types.roles().into_iter().any(|role| is_offloaded(role, Offload::Optimizer));
-            let offload = searched(&pins).into_iter().filter(|&o| pins.offload.allows(layer, &o) && (any || o == Offload::None)).collect();
+            let offload = searched(&pins).into_iter().filter(|o| pins.offload.allows(layer, o)).collect();
             let kind = Kind { class, zero, offload, recompute };
             kinds.iter().position(|k| *k == kind).unwrap_or_else(|| {
                 kinds.push(kind);
@@ -67,11 +65,11 @@ impl Problem {
         let layers = layers.collect();
         let limit = memory_limit.unwrap_or(prices.device_memory().0);
         let budget = limit.saturating_sub(prices.context().0);
+        Problem { devices, batch, types, clip, budget, pins, layers, kinds }
+    }
 
     /// What layers of each kind take at least in a tuple, as known from a reference.
     pub fn floors(&self, prices: &mut dyn Prices, tuple: &Tuple, from: Reference) -> Vec<Floor> {
         self.kinds.iter().map(|kind| prices.floor(kind.class, tuple.shape(), from, &kind.recompute)).collect()
-    }
-        Problem { devices, batch, types, clip, budget, pins, layers, kinds }
     }
 }

@@ -130,7 +130,7 @@ mod tests {
         let quick = Way { time: 10, frame: 100, workspace: 0 };
         let small = Way { time: 16, frame: 20, workspace: 30 };
         let trades = trades([quick, small].into_iter());
-        Layers { trades: &trades, part, syncs: &[LayerSync::NONE], count }.slowest(in_flight.iter().copied(), room)
+        Layers { trades: &trades, part, syncs: &[LayerSync::default()], count }.slowest(in_flight.iter().copied(), room)
     }
 
     #[test]

@@ -79,6 +79,13 @@ impl std::ops::Add for StageTime {
     }
 }
 
+impl std::ops::Sub for StageTime {
+    type Output = StageTime;
+    fn sub(self, other: StageTime) -> StageTime {
+        StageTime { time: self.time - other.time, end: self.end - other.end }
+    }
+}
+
 impl std::iter::Sum for StageTime {
     fn sum<I: Iterator<Item = StageTime>>(items: I) -> StageTime {
         items.fold(StageTime::default(), |a, b| a + b)
@@ -168,8 +175,8 @@ pub struct LayerTerms {
     pub ring: u64,
 }
 
-/// Traffic, streaming and states of a layer's buckets, whatever its compute takes.
-#[derive(Clone, Copy, Debug)]
+/// Traffic, streaming and states of a layer's buckets, whatever its compute takes; by default of a layer without parameters.
+#[derive(Clone, Copy, Debug, Default)]
 pub struct LayerSync {
     zero: Zero,
     every: Sync,
@@ -196,14 +203,7 @@ struct Sync {
     copy: u64,
 }
 
-impl Sync {
-    const NONE: Sync = Sync { gather: 0, reduce: 0, rest: 0, late: 0, add: 0, update: 0, copy: 0 };
-}
-
 impl LayerSync {
-    /// Of a layer without parameters.
-    pub const NONE: LayerSync = LayerSync { zero: Zero(0), every: Sync::NONE, once: Sync::NONE, states: 0, ring: 0 };
-
     /// What a layer with these buckets adds, if its passes take so long.
     pub fn terms(&self, forward: Nanos, backward: Nanos) -> LayerTerms {
         let (f, b, every) = (forward.0, backward.0, &self.every);

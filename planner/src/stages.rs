@@ -204,8 +204,7 @@ impl<'a> Stages<'a> {
             for (&start, &so_far) in &before[stage] {
                 let first_end = if stage + 1 == stages { layers } else { earliest[stage + 1].max(start + 1) };
                 for end in first_end..=last_end {
-                    let inside =
-                        StageTime { time: self.before[end].time - self.before[start].time, end: self.before[end].end - self.before[start].end };
+                    let inside = self.before[end] - self.before[start];
                     if constant + self.before[layers].time + (n - 1) * inside.time + inside.end >= cut {
                         // More layers only make it slower.
                         break;
@@ -421,12 +420,9 @@ impl<'a> Stages<'a> {
         if over == 0 {
             return (0, 0, 0);
         }
-        let left = |sums: &[StageTime], from: usize, to: usize| (sums[to].time - sums[from].time, sums[to].end - sums[from].end);
-        let (times, ends) = left(&self.before, start, layers);
-        let (messages, late) = left(&self.border_before, stage, stages);
-        let sum = times + messages;
+        let left = self.before[layers] - self.before[start] + (self.border_before[stages] - self.border_before[stage]);
         let count = |kind: usize| self.count_before[kind][layers] - self.count_before[kind][start];
-        (sum, self.spread(over, sum, |least| least.time, &count), self.spread(over, ends + late, |least| least.end, &count))
+        (left.time, self.spread(over, left.time, |least| least.time, &count), self.spread(over, left.end, |least| least.end, &count))
     }
 
     /// The most of any of `over` stages that share out a sum and layers of each kind: at least the mean, and the stage with most layers of a kind has its share rounded up.

@@ -123,10 +123,7 @@ fn candidates(stages: &Stages<'_>, below: u64) -> Vec<Candidate> {
     let mut found: Vec<Candidate> = Vec::new();
     for cut in cuts(stages) {
         let borders = borders(stages, &cut);
-        let least = |c: u64| {
-            let (from, to) = (stages.before[cut[c as usize]], stages.before[cut[c as usize + 1]]);
-            StageTime { time: to.time - from.time, end: to.end - from.end }
-        };
+        let least = |c: u64| stages.before[cut[c as usize + 1]] - stages.before[cut[c as usize]];
         let at_least: Vec<StageTime> =
             (0..pipeline.stages).zip(&borders).map(|(s, &border)| pipeline.virtual_stages_of(s).map(least).sum::<StageTime>() + border).collect();
         if objective(&at_least) >= below {

@@ -214,10 +214,9 @@ impl Tableau<'_> {
                 if runs.len() < parts.len() {
                     break;
                 }
-                let sum: u64 = runs.iter().map(|r| r.time).sum();
-                let slowest = runs.iter().map(|r| r.time).max().unwrap_or(0);
+                // Schedules with several virtual stages count the slowest once.
+                let time: u64 = runs.iter().map(|r| r.time).sum();
                 let longest = runs.iter().map(|r| r.end).max().unwrap_or(0);
-                let time = sum + (self.repeats - 1) * slowest;
                 let objective = time + longest + constant;
                 if objective < cut {
                     cut = objective;
@@ -492,12 +491,12 @@ impl Program<'_> {
         Err(SolverFault("sizes too near the room".into()))
     }
 }
+
 /// The answer under a limit on the end, if it is known from one that was no tighter: that there is none, or one that keeps this limit too. The cut only comes down,
 /// so it is no matter under which of them an answer was found; limits do not, as what messages add is taken off them.
 fn answer(known: &[(u64, Option<Run>)], limit: u64) -> Option<&Option<Run>> {
     known.iter().find(|(under, run)| *under >= limit && run.as_ref().is_none_or(|r| r.end <= limit)).map(|(_, run)| run)
 }
-
 
 /// Times a program is solved again because its rounded answer missed the room by a few bytes.
 const MOST_REPAIRS: usize = 4;
@@ -537,6 +536,7 @@ fn shortest(runs: &BTreeMap<Span, Run>, stages: usize, layers: usize, m: u64) ->
         }
     }
     best
+}
 
 #[cfg(test)]
 mod tests {
@@ -553,5 +553,4 @@ mod tests {
         assert_eq!([found(50), found(40)], [Some(Some(12)); 2]);
         assert_eq!([found(39), found(30), found(7)], [None, Some(None), Some(None)]);
     }
-}
 }

@@ -42,10 +42,9 @@ struct Candidate {
     bound: u64,
 }
 
-/// A plan of the stages so far.
+/// A plan of the stages so far. Schedules with several virtual stages count the slowest once, as they do every other.
 struct Label {
     sum: u64,
-    slowest: u64,
     end: u64,
     from: usize,
     point: Point,
@@ -159,7 +158,7 @@ fn outlook(stages: &Stages<'_>, relaxed: &[Relaxed], stage: usize, cut: u64) -> 
 /// The best plan of a cut below `below`, and whether none was left out.
 fn combine(stages: &Stages<'_>, candidate: &Candidate, below: u64) -> (Option<Solution>, bool) {
     let count = candidate.bags.len();
-    let (n, constant) = (stages.repeats, stages.menus.constant);
+    let constant = stages.menus.constant;
     let mut complete = true;
     let mut done: Vec<Vec<Label>> = Vec::with_capacity(count);
     let mut known: HashMap<(Rc<[Group]>, u64, StageTime, Outlook), Rc<[Point]>> = HashMap::new();
@@ -171,42 +170,35 @@ fn combine(stages: &Stages<'_>, candidate: &Candidate, below: u64) -> (Option<So
             complete &= front.complete;
             front.points.into()
         });
-        let rest = &candidate.relaxed[stage + 1..];
-        let (left, slowest_left, end_left) =
-            rest.iter().fold((0, 0, 0), |(sum, slowest, end), r| (sum + r.time, r.time.max(slowest), r.end.max(end)));
-        let start = [(0, 0, 0)];
-        let befores: Vec<(u64, u64, u64)> = match done.last() {
-            None => start.to_vec(),
-            Some(labels) => labels.iter().map(|l| (l.sum, l.slowest, l.end)).collect(),
-        };
+        let rest = candidate.relaxed[stage + 1..].iter();
+        let (left, end_left) = rest.fold((0, 0), |(sum, end), r| (sum + r.time, r.end.max(end)));
+        let befores = done.last().map_or(vec![(0, 0)], |labels| labels.iter().map(|l| (l.sum, l.end)).collect());
         let mut next: Vec<Label> = Vec::new();
-        for (from, &(sum, slowest, end)) in befores.iter().enumerate() {
+        for (from, &(sum, end)) in befores.iter().enumerate() {
             for point in points.iter() {
-                let (sum, slowest, end) = (sum + point.time, slowest.max(point.time), end.max(point.end));
-                if sum + left + (n - 1) * slowest.max(slowest_left) + end.max(end_left) + constant < below {
-                    next.push(Label { sum, slowest, end, from, point: point.clone() });
+                let (sum, end) = (sum + point.time, end.max(point.end));
+                if sum + left + end.max(end_left) + constant < below {
+                    next.push(Label { sum, end, from, point: point.clone() });
                 }
             }
         }
-        undominated(&mut next, n);
+        undominated(&mut next);
         done.push(next);
     }
-    let finished = |l: &Label| l.sum + (n - 1) * l.slowest + l.end;
     let last = &done[count - 1];
-    let best = (0..last.len()).min_by_key(|&i| finished(&last[i]));
+    let best = (0..last.len()).min_by_key(|&i| last[i].sum + last[i].end);
     (best.map(|at| trace(stages, candidate, &done, at)), complete)
 }
 
-/// Drops labels that another is at least as good as; of equal ones the first stays. The slowest does not matter where it counts once.
-fn undominated(labels: &mut Vec<Label>, repeats: u64) {
-    labels.sort_by_key(|l| (l.sum, l.slowest, l.end));
-    let mut kept: Vec<Label> = Vec::new();
-    for label in labels.drain(..) {
-        if !kept.iter().any(|k| (repeats == 1 || k.slowest <= label.slowest) && k.end <= label.end) {
-            kept.push(label);
-        }
-    }
-    *labels = kept;
+/// Drops labels that another is at least as good as; of equal ones the first stays.
+fn undominated(labels: &mut Vec<Label>) {
+    labels.sort_by_key(|l| (l.sum, l.end));
+    let mut least = u64::MAX;
+    labels.retain(|l| {
+        let better = l.end < least;
+        least = least.min(l.end);
+        better
+    });
 }
 
 /// The plan that ends in a label of the last stage.

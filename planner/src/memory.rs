@@ -147,7 +147,7 @@ pub fn boundary_bytes(boundary: u64, pipeline: &Pipeline, stage: u64) -> u64 {
         let elsewhere = |neighbour: u64| pipeline.stage_of(neighbour) != stage;
         let (before, behind) = (c.checked_sub(1), Some(c + 1).filter(|&n| n < pipeline.all_virtual()));
         let sent_forward = if behind.is_some_and(elsewhere) { 2 } else { 0 };
-        let received_backward = if behind.is_some() && !parted { 2 } else { 0 };
+        let received_backward = if behind.is_some_and(elsewhere) && !parted { 2 } else { 0 };
         let sent_backward = if before.is_some_and(elsewhere) { 2 } else { 0 };
         sent_forward + received_backward + sent_backward
     };

@@ -43,6 +43,8 @@ pub struct ProgramRun<'a> {
     program: &'a Program,
     /// By rank: a cell for every two bytes.
     arenas: Vec<Vec<f64>>,
+    /// Whether weight decay pulls a parameter.
+    decays: Table<ParamId, bool>,
     random: u64,
 }
 
@@ -81,7 +83,7 @@ impl<'a> ProgramRun<'a> {
     pub fn new(graph: &'a Graph, program: &'a Program, seed: u64) -> ProgramRun<'a> {
         let arena = |rank: u64| vec![f64::NAN; (program.stages[(rank / program.mesh.ranks()) as usize].end() / 2) as usize];
         let arenas = (0..program.ranks()).map(arena).collect();
-        let mut run = ProgramRun { graph, program, arenas, random: seed };
+        let mut run = ProgramRun { graph, program, arenas, decays: optimizer::decays(graph, DecayGroups::All), random: seed };
         for rank in 0..program.ranks() {
             let stage = run.stage(rank);
             for (bucket, role) in stage.buckets.ids().flat_map(|b| Role::ALL.map(|role| (b, role))) {
@@ -327,8 +329,7 @@ impl<'a> ProgramRun<'a> {
                 let grad = self.read(rank, *grad, m);
                 let mut values = self.read(rank, *state, m);
                 let mut of: Vec<Vec<f64>> = moments.iter().map(|&b| self.read(rank, b, m)).collect();
-                let decays = optimizer::decays(self.graph, DecayGroups::All);
-                for (range, pulled) in self.stretches(rank, *state, &decays) {
+                for (range, pulled) in self.stretches(rank, *state) {
                     let scalars = if pulled { *scalars } else { scalars.without_decay() };
                     for i in range {
                         let moment = |at: usize| of.get(at).map_or(0.0, |m| m[i]);
@@ -346,13 +347,13 @@ impl<'a> ProgramRun<'a> {
     }
 
     /// The elements of a rank's flat buffer, and whether weight decay pulls them.
-    fn stretches(&self, rank: u64, state: BufferId, decays: &Table<ParamId, bool>) -> Vec<(Range<usize>, bool)> {
+    fn stretches(&self, rank: u64, state: BufferId) -> Vec<(Range<usize>, bool)> {
         let buffer = self.buffer(rank, state);
         let len = buffer.bytes / buffer.dtype.size();
         match buffer.content {
             Content::Flat { bucket, pieces, .. } => {
                 let start = self.program.mesh.position(self.local(rank), pieces) * len;
-                self.stage(rank).buckets[bucket].stretches(start, len, |p| decays[p])
+                self.stage(rank).buckets[bucket].stretches(start, len, |p| self.decays[p])
             }
             _ => vec![(0..len as usize, true)],
         }

@@ -67,7 +67,7 @@ mod tests {
     fn a_vector_op_is_bound_by_memory() {
         let device = builtin("a100-80g").unwrap().device;
         let cost = OpCost { flops: 1, bytes: 2_039_000_000, unit: Unit::Vector };
-        let seconds = op_time(&device, DType::F32, &cost).seconds();
-        assert!((1.1e-3..1.5e-3).contains(&seconds), "2 GB at about 1.6 TB/s: {seconds}");
+        // 1 ms at the full 2039 GB/s, of which 80 % are reached.
+        assert_eq!(op_time(&device, DType::F32, &cost), device.launch + Nanos(1_250_000));
     }
 }

@@ -8,10 +8,7 @@ use super::minimise::minimise;
 use crate::compare::observe::{Observation, Work};
 use crate::planfile::PlanFile;
 use dplan_ir::dtype::DType;
-use dplan_planner::cost::comm;
-use dplan_planner::cost::compute::op_time;
 use dplan_planner::machine::{Curves, DeviceSpec, Link, Machine, Peak};
-use dplan_planner::prices::Links;
 use dplan_planner::units::{Millionths, Nanos, PerSecond};
 use std::sync::Arc;
 
@@ -36,35 +33,24 @@ pub fn fit(machine: &Machine, seen: &[(PlanFile, Vec<Observation>)]) -> (Machine
 /// Mean error of an instruction, weighted by the time it took.
 fn error(machine: &Machine, seen: &[(PlanFile, Vec<Observation>)]) -> f64 {
     let (mut sum, mut weight) = (0.0, 0.0);
-    for (plan, observations) in seen {
-        for o in observations.iter().filter(|o| o.measured > 0) {
-            let time = o.calls as f64 * o.measured as f64;
-            sum += time * (o.work.predicted(machine, plan).0 as f64 / o.measured as f64 - 1.0).abs();
-            weight += time;
-        }
+    for (plan, o) in observations(seen) {
+        let time = o.calls as f64 * o.measured as f64;
+        sum += time * (o.work.predicted(machine, plan).0 as f64 / o.measured as f64 - 1.0).abs();
+        weight += time;
     }
     if weight > 0.0 { sum / weight } else { 0.0 }
 }
 
 fn fit_device(device: &DeviceSpec, seen: &[(PlanFile, Vec<Observation>)]) -> DeviceSpec {
-    let local = || seen.iter().flat_map(|(_, o)| o).filter(|o| !o.work.shared() && o.measured > 0);
-    let Some(dtype) = local().find_map(|o| if let Work::Op { dtype, .. } = o.work { Some(dtype) } else { None }) else { return device.clone() };
+    let local = || observations(seen).filter(|(_, o)| !o.work.shared());
+    let Some(dtype) = local().find_map(|(_, o)| if let Work::Op { dtype, .. } = o.work { Some(dtype) } else { None }) else { return device.clone() };
     let spec = |p: &[f64]| with(device, dtype, p);
     let loss = |p: &[f64]| {
         if p.iter().any(|x| *x <= 0.0 || *x > 1e6) {
             return f64::INFINITY;
         }
         let machine = Machine { device: spec(p), ..dplan_planner::machine::cpu(1) };
-        local()
-            .map(|o| {
-                let predicted = match &o.work {
-                    Work::Op { cost, dtype } => op_time(&machine.device, *dtype, cost),
-                    Work::Sweep { bytes } => machine.sweep(*bytes),
-                    Work::Collective { .. } | Work::Message { .. } => return 0.0,
-                };
-                o.calls as f64 * o.measured as f64 * (predicted.0.max(1) as f64 / o.measured as f64).ln().abs()
-            })
-            .sum::<f64>()
+        local().map(|(plan, o)| miss(&machine, plan, o)).sum::<f64>()
     };
     // Giga-operations a second, grains, nanoseconds, gigabytes a second.
     let start = [device.matrix_efficiency.of(device.peak.of(dtype)).0 as f64 * 1e-9, 8.0, 8.0, device.launch.0.max(100) as f64, 4.0];
@@ -92,7 +78,7 @@ fn with(device: &DeviceSpec, dtype: DType, p: &[f64]) -> DeviceSpec {
 }
 
 fn fit_link(machine: &Machine, seen: &[(PlanFile, Vec<Observation>)]) -> Link {
-    let shared: Vec<&Observation> = seen.iter().flat_map(|(_, o)| o).filter(|o| o.work.shared() && o.measured > 0).collect();
+    let shared: Vec<_> = observations(seen).filter(|(_, o)| o.work.shared()).collect();
     if shared.is_empty() {
         return machine.intra;
     }
@@ -103,12 +89,18 @@ fn fit_link(machine: &Machine, seen: &[(PlanFile, Vec<Observation>)]) -> Link {
         }
         let link = link(p);
         let machine = Machine { intra: link, inter: link, curves: Arc::default(), ..machine.clone() };
-        let predicted = |o: &Observation| match &o.work {
-            Work::Collective { group, pattern, bytes } => comm::group_time(&machine, *group, *pattern, *bytes).seconds(),
-            Work::Message { bytes, .. } => comm::message_seconds(link, *bytes as f64),
-            Work::Op { .. } | Work::Sweep { .. } => 0.0,
-        };
-        shared.iter().map(|o| o.calls as f64 * o.measured as f64 * (predicted(o).max(1e-9) / (o.measured as f64 * 1e-9)).ln().abs()).sum::<f64>()
+        shared.iter().map(|(plan, o)| miss(&machine, plan, o)).sum::<f64>()
     };
     link(&minimise(loss, &[10.0, 2.0], &[1.0, 0.5], 200))
+}
+
+/// What took any time, with the plan it was seen under.
+fn observations(seen: &[(PlanFile, Vec<Observation>)]) -> impl Iterator<Item = (&PlanFile, &Observation)> {
+    seen.iter().flat_map(|(plan, all)| all.iter().map(move |o| (plan, o))).filter(|(_, o)| o.measured > 0)
+}
+
+/// How far off a prediction is, as a logarithm, weighted by the time that the instruction took.
+fn miss(machine: &Machine, plan: &PlanFile, o: &Observation) -> f64 {
+    let predicted = o.work.predicted(machine, plan).0.max(1) as f64;
+    o.calls as f64 * o.measured as f64 * (predicted / o.measured as f64).ln().abs()
 }

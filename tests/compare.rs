@@ -83,8 +83,41 @@ fn the_wrong_plan_and_missing_ranks_are_told() {
     trace["traceEvents"].as_array_mut().unwrap().retain(|e| e["pid"] == 0);
     let half = dir.join("half.json");
     std::fs::write(&half, trace.to_string()).unwrap();
-    let compared = json(&["compare", data.to_str().unwrap(), half.to_str().unwrap(), "--json"]);
+    let lines = |profile: &Path| json(&["compare", data.to_str().unwrap(), profile.to_str().unwrap(), "--json"]);
+    let (compared, both) = (lines(&half), lines(&of_data));
+    let predicted =
+        |of: &Value| of["classes"].as_array().unwrap().iter().map(|l| (l["name"].clone(), l["predicted_seconds"].clone())).collect::<Vec<_>>();
+    assert_eq!(predicted(&compared), predicted(&both), "each rank of data parallelism does the same");
+    let measured: f64 = compared["classes"].as_array().unwrap().iter().map(|c| c["measured_seconds"].as_f64().unwrap()).sum();
+    assert!(measured <= compared["step"]["measured_seconds"].as_f64().unwrap() * 1.001, "{compared}");
     assert!(compared["notes"].as_array().unwrap().iter().any(|n| n.as_str().unwrap().contains("1 of 2 ranks given")), "{}", compared["notes"]);
+}
+
+#[test]
+fn attention_with_a_sink_is_attention() {
+    let dir = common::scratch("compare_sink");
+    let golden: Value = serde_json::from_str(&std::fs::read_to_string("tests/golden/gpt_oss.json").unwrap()).unwrap();
+    let (config, plan, profile) = (dir.join("config.json"), dir.join("plan.json"), dir.join("out.json"));
+    std::fs::write(&config, golden["config"].to_string()).unwrap();
+    let path = |p: &Path| p.to_str().unwrap().to_string();
+    common::dplan_ok(&[
+        "compile",
+        &path(&config),
+        "--cluster",
+        "cpu:1",
+        "--batch",
+        "2",
+        "--seq",
+        "12",
+        "--pin",
+        "recompute=none",
+        "-o",
+        &path(&plan),
+    ]);
+    common::dplan_ok(&["run", &path(&plan), "--steps", "1", "--profile", &path(&profile), "--json"]);
+    let trace = std::fs::read_to_string(&profile).unwrap();
+    assert!(trace.contains(" attention_sink attention\"") && trace.contains(" attention_grad attention\""));
+    assert!(!trace.contains(" attention_sink elementwise\""));
 }
 
 #[test]

@@ -2,13 +2,14 @@
 //!
 //! Where the profile names instructions ([`mod@observe`]), each is compared with its own prediction; any other profile is compared by parts alone.
 
+pub mod instruction;
 pub mod observe;
 
 use crate::planfile::PlanFile;
 use crate::profile::analyse::Analysis;
 use crate::profile::{Ns, Profile};
 use dplan_ir::layers;
-use dplan_planner::predict::{Prediction, predict};
+use dplan_planner::predict::predict;
 use observe::{Observation, observe};
 use std::collections::BTreeMap;
 
@@ -40,7 +41,6 @@ impl Line {
 
 #[derive(Clone, Debug)]
 pub struct Comparison {
-    pub prediction: Prediction,
     /// Measured is the mean; the median beside it.
     pub step: Line,
     pub step_median: Option<f64>,
@@ -91,7 +91,7 @@ pub fn compare(plan: &PlanFile, profile: &Profile, analysis: &Analysis) -> Resul
             mean(t.copies.saturating_add(t.input).saturating_add(t.launch).saturating_add(t.idle)),
         ),
     ];
-    let classes = by_class(plan, &observations, ranks.max(1));
+    let classes = by_class(&observations, ranks.max(1));
     let collectives = by_collective(&observations);
     let mut causes: Vec<Line> = if classes.is_empty() { parts.clone() } else { [&classes[..], &parts[1..]].concat() };
     causes.sort_by(|a, b| b.difference().abs().total_cmp(&a.difference().abs()).then_with(|| a.name.cmp(&b.name)));
@@ -105,16 +105,14 @@ pub fn compare(plan: &PlanFile, profile: &Profile, analysis: &Analysis) -> Resul
         memory: (memory, profile.ranks.iter().filter_map(|r| r.memory.allocated_bytes).max()),
         causes,
         notes,
-        prediction,
     })
 }
 
-/// Sums over the instructions of a class, a step of a mean rank.
-fn by_class(plan: &PlanFile, observations: &[Observation], ranks: u64) -> Vec<Line> {
-    let per_stage = plan.program.mesh.ranks() as f64;
-    let share = per_stage / ranks as f64;
+/// Sums over the instructions of a class, a step of a mean rank of those given.
+fn by_class(observations: &[Observation], ranks: u64) -> Vec<Line> {
     let mut sums: BTreeMap<&str, (f64, f64)> = BTreeMap::new();
     for o in observations.iter().filter(|o| !o.work.shared()) {
+        let share = o.ran_on as f64 / ranks as f64;
         let sum = sums.entry(&o.class).or_default();
         sum.0 += o.calls as f64 * o.predicted.seconds() * share;
         sum.1 += o.calls as f64 * o.whole as f64 * 1e-9 * share;

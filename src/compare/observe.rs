@@ -3,7 +3,7 @@
 //! Only dplan's own profiles name instructions. A collective's transfer is the shortest of its members' spans in each call, since the others wait inside
 //! theirs; of calls, the median is taken.
 
-use crate::export::profile::{Instruction, class_of, label, local_types, moved_bytes};
+use super::instruction::{Instruction, class_of, label, local_types, moved_bytes};
 use crate::planfile::PlanFile;
 use crate::profile::{Event, Kind, NameId, Ns, Profile, Rank};
 use dplan_ir::cost::{OpCost, op_cost};
@@ -61,12 +61,13 @@ impl Work {
 /// One instruction of the program, and what it took.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Observation {
-    pub instruction: Instruction,
     /// `gemm`, `attention`, `elementwise`, or the collective's name.
     pub class: String,
     pub work: Work,
     /// In one step of one rank.
     pub calls: u64,
+    /// Ranks that were given and ran it.
+    pub ran_on: u64,
     pub predicted: Nanos,
     /// Of one call: the median; without waiting, of what peers share.
     pub measured: Ns,
@@ -91,6 +92,7 @@ pub fn observe(plan: &PlanFile, profile: &Profile, machine: &Machine) -> Result<
         let stage = instruction.stage as usize;
         let Some(work) = work(plan, stage, &issue.instr, machine) else { continue };
         let predicted = work.predicted(machine, plan);
+        let ran_on = ranks.len() as u64;
         let total: i128 = ranks.iter().flatten().map(|d| i128::from(*d)).sum();
         let count = ranks.iter().map(Vec::len).sum::<usize>().max(1);
         let mut each: Vec<Ns> = if work.shared() {
@@ -108,7 +110,7 @@ pub fn observe(plan: &PlanFile, profile: &Profile, machine: &Machine) -> Result<
             _ if instruction.kind == SegmentKind::Update => "optimizer".into(),
             instr => class_of(&plan.graph, &plan.program, stage, instr).into(),
         };
-        observations.push(Observation { instruction, class, work, calls, predicted, measured, whole: (total / count as i128) as Ns });
+        observations.push(Observation { class, work, calls, ran_on, predicted, measured, whole: (total / count as i128) as Ns });
     }
     Ok(observations)
 }
@@ -207,8 +209,11 @@ fn work(plan: &PlanFile, stage: usize, instr: &Instr, machine: &Machine) -> Opti
             sweep(&twice.chain([*grad]).chain(param.iter().copied()).collect::<Vec<_>>())
         }
         Instr::Collective { pattern, axes, stages, src, dst, .. } => {
-            let one = comm::group(machine, &plan.program.mesh, *axes);
-            let group = if stages.is_empty() { one } else { Group { local: one.local * stages.len() as u64, ..one } };
+            let mesh = &plan.program.mesh;
+            let group = match stages.len() as u64 {
+                0 => comm::group(machine, mesh, *axes),
+                n => comm::group_across_stages(machine, mesh, *axes, n),
+            };
             Some(Work::Collective { group, pattern: *pattern, bytes: bytes(src).max(bytes(dst)) })
         }
         Instr::Send { to, src, .. } => Some(Work::Message { from: stage as u64, to: u64::from(*to), bytes: bytes(src) }),

@@ -1,77 +1,14 @@
 //! A run's own profile: Chrome trace JSON, as `dplan trace` writes its prediction, so that both lie over each other in Perfetto.
 //!
-//! One process a rank, one thread a stream. An instruction is named `STAGE.SEGMENT@NUMBER.POSITION WORD CLASS` ([`Instruction`]); collectives and messages carry op, bytes
-//! and group; `step N` spans a step, `PP:0F3` the forward pass of micro-batch 3 on
-//! virtual stage 0.
+//! One process a rank, one thread a stream. Instructions are named as [`Instruction`] says; collectives and messages carry op, bytes and group; `step N` spans a
+//! step, `PP:0F3` the forward pass of micro-batch 3 on virtual stage 0.
 
+use crate::compare::instruction::{Instruction, label, moved_bytes};
 use crate::runtime::{Session, Span};
-use dplan_ir::cost::{Unit, op_cost};
-use dplan_ir::entity::{BufferId, SegmentId};
-use dplan_ir::graph::{Graph, Layout};
-use dplan_ir::op::Op;
+use dplan_ir::graph::Graph;
 use dplan_ir::pipeline::{Pass, Pipeline};
-use dplan_ir::program::{Buffer, Content, Instr, Program, SegmentKind, Stream};
-use dplan_ir::sharding::{LocalType, local_type};
+use dplan_ir::program::{Instr, Program, SegmentKind, Stream};
 use serde_json::{Value, json};
-
-/// Where an instruction is, as profiles name it.
-#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub struct Instruction {
-    pub stage: u32,
-    pub kind: SegmentKind,
-    /// A stage has a segment of a kind for each of its virtual stages.
-    pub segment: SegmentId,
-    pub at: u32,
-}
-
-impl Instruction {
-    pub fn name(&self) -> String {
-        format!("{}.{}@{}.{}", self.stage, self.kind.name(), self.segment.0, self.at)
-    }
-    /// From the first word of an event's name.
-    pub fn parse(name: &str) -> Option<Instruction> {
-        let mut parts = name.split(' ').next()?.split('.');
-        let stage = parts.next()?.parse().ok()?;
-        let (kind, segment) = parts.next()?.split_once('@')?;
-        let (kind, segment) = (SegmentKind::from_name(kind)?, SegmentId(segment.parse().ok()?));
-        let at = parts.next()?.parse().ok()?;
-        parts.next().is_none().then_some(Instruction { stage, kind, segment, at })
-    }
-}
-
-/// The types of a node's operands and results on one rank, as its buffers hold them.
-pub fn local_types(graph: &Graph, program: &Program, stage: usize, buffers: &[BufferId]) -> Option<Vec<LocalType>> {
-    let stage = &program.stages[stage];
-    let one = |buffer: &Buffer| {
-        let (value, sharding) = match &buffer.content {
-            Content::Value { value, sharding } => (*value, sharding.clone()),
-            Content::Member { bucket, param, .. } => {
-                let member = stage.buckets[*bucket].members.iter().find(|m| m.param == *param)?;
-                (graph.params[*param].value, member.sharding.clone())
-            }
-            // A scalar stands for the loss, which nothing is priced by.
-            Content::Scalar(_) | Content::Flat { .. } | Content::Scratch => {
-                return Some(LocalType { dtype: buffer.dtype, dims: Vec::new(), layout: Layout::Dense, experts: 0 });
-            }
-        };
-        Some(local_type(&graph.values[value].ty, &sharding, &program.padded, &program.mesh))
-    };
-    buffers.iter().map(|&b| one(&stage.buffers[b])).collect()
-}
-
-/// What bounds a node, in the words profiles are read by.
-pub fn class_of(graph: &Graph, program: &Program, stage: usize, instr: &Instr) -> &'static str {
-    let Instr::Run { node, ins, outs, .. } = instr else { return "elementwise" };
-    let op = &graph.nodes[*node].op;
-    if matches!(op, Op::Attention(_) | Op::AttentionGrad(_)) {
-        return "attention";
-    }
-    let (Some(ins), Some(outs)) = (local_types(graph, program, stage, ins), local_types(graph, program, stage, outs)) else { return "elementwise" };
-    match op_cost(op, &ins.iter().collect::<Vec<_>>(), &outs.iter().collect::<Vec<_>>()).unit {
-        Unit::Matrix { .. } => "gemm",
-        Unit::Vector => "elementwise",
-    }
-}
 
 /// Steps that a profile holds. A longer run is like its beginning, and its profile would fill the disk.
 const MOST_STEPS: usize = 50;
@@ -120,47 +57,6 @@ pub fn chrome(session: &Session, pipeline: Pipeline, recorded: &Recorded) -> Str
         }
     }
     json!({ "displayTimeUnit": "ms", "traceEvents": events }).to_string() + "\n"
-}
-
-/// What an instruction is called in profiles, after its place: a word for what it does and, of computation, the class of it.
-pub fn label(graph: &Graph, program: &Program, stage: usize, instr: &Instr) -> String {
-    let compute = |word: &str| format!("{word} {}", class_of(graph, program, stage, instr));
-    match instr {
-        Instr::Run { node, .. } => compute(&word(&graph.nodes[*node].op)),
-        Instr::Collective { pattern, .. } => pattern.name().into(),
-        Instr::Send { .. } => "send".into(),
-        Instr::Recv { .. } => "recv".into(),
-        Instr::Copy { .. } => "copy".into(),
-        Instr::Input { .. } => compute("load"),
-        Instr::Slice { .. } => compute("slice"),
-        Instr::Zero { .. } => compute("zero"),
-        Instr::AddInto { .. } => compute("add"),
-        Instr::SquareSum { .. } => compute("square_sum"),
-        Instr::ClipScale { .. } => compute("clip_scale"),
-        Instr::Update { .. } => compute("update"),
-        Instr::Record(_) | Instr::Wait(_) => "event".into(),
-    }
-}
-
-/// Bytes that an instruction moves between ranks: of a collective the larger of what is given and what is got.
-pub fn moved_bytes(program: &Program, stage: usize, instr: &Instr) -> Option<u64> {
-    let bytes = |buffer: &BufferId| program.stages[stage].buffers[*buffer].bytes;
-    match instr {
-        Instr::Collective { src, dst, .. } => Some(bytes(src).max(bytes(dst))),
-        Instr::Send { src, .. } => Some(bytes(src)),
-        Instr::Recv { dst, .. } => Some(bytes(dst)),
-        Instr::Run { .. }
-        | Instr::Input { .. }
-        | Instr::Slice { .. }
-        | Instr::Copy { .. }
-        | Instr::Zero { .. }
-        | Instr::AddInto { .. }
-        | Instr::SquareSum { .. }
-        | Instr::ClipScale { .. }
-        | Instr::Update { .. }
-        | Instr::Record(_)
-        | Instr::Wait(_) => None,
-    }
 }
 
 fn instruction(session: &Session, graph: &Graph, program: &Program, rank: usize, stage: usize, span: &Span) -> Value {
@@ -219,18 +115,4 @@ fn passes(rank: usize, stage: usize, program: &Program, pipeline: Pipeline, span
 fn complete(rank: usize, thread: usize, category: &str, name: &str, start: u64, end: u64, args: Value) -> Value {
     let (ts, dur) = (start as f64 * 1e-3, end.saturating_sub(start) as f64 * 1e-3);
     json!({ "ph": "X", "pid": rank, "tid": thread, "cat": category, "name": name, "ts": ts, "dur": dur, "args": args })
-}
-
-/// An op's name in one word: `RmsNorm { … }` is `rms_norm`.
-fn word(op: &Op) -> String {
-    let debug = format!("{op:?}");
-    let name = debug.split(|c: char| !c.is_ascii_alphanumeric()).next().unwrap_or_default();
-    let mut out = String::new();
-    for (i, c) in name.char_indices() {
-        if c.is_ascii_uppercase() && i > 0 {
-            out.push('_');
-        }
-        out.push(c.to_ascii_lowercase());
-    }
-    out
 }

@@ -81,12 +81,16 @@ fn formula(machine: &Machine, group: Group, pattern: Pattern, bytes: u64) -> Nan
     }
 }
 
-/// Time of a collective over the same ranks of `stages` stages and `axes` of each: the gradients of tied parameters.
-pub fn across_stages_time(machine: &Machine, mesh: &Mesh, axes: AxisSet, stages: u64, pattern: Pattern, bytes: u64) -> Nanos {
+/// How the same ranks of `stages` stages and `axes` of each lie on the nodes: on different ones, unless whole nodes hold all those stages.
+pub fn group_across_stages(machine: &Machine, mesh: &Mesh, axes: AxisSet, stages: u64) -> Group {
     let one = group(machine, mesh, axes);
     let together = machine.nodes == 1 || machine.per_node.is_multiple_of(mesh.ranks() * stages);
-    let group = if together { Group { local: one.local * stages, ..one } } else { Group { nodes: one.nodes * stages, ..one } };
-    group_time(machine, group, pattern, bytes)
+    if together { Group { local: one.local * stages, ..one } } else { Group { nodes: one.nodes * stages, ..one } }
+}
+
+/// Time of a collective over such a group: the gradients of tied parameters.
+pub fn across_stages_time(machine: &Machine, mesh: &Mesh, axes: AxisSet, stages: u64, pattern: Pattern, bytes: u64) -> Nanos {
+    group_time(machine, group_across_stages(machine, mesh, axes, stages), pattern, bytes)
 }
 
 /// Time of a message of `bytes` from each rank of a stage to the same rank of another.
@@ -151,6 +155,13 @@ mod tests {
         let odd = Mesh::new(2, 3);
         assert_eq!(group(&h100, &odd, odd.tp()), Group { local: 1, nodes: 3 });
         assert_eq!(group(&machine("cpu", 6, 1), &odd, odd.all()), Group { local: 6, nodes: 1 });
+    }
+
+    #[test]
+    fn ranks_of_several_stages_are_on_different_nodes_unless_one_holds_them_all() {
+        let (h100, mesh) = (machine("h100", 8, 4), Mesh::new(2, 2));
+        assert_eq!(group_across_stages(&h100, &mesh, mesh.dp(), 2), Group { local: 4, nodes: 1 });
+        assert_eq!(group_across_stages(&h100, &mesh, mesh.dp(), 3), Group { local: 2, nodes: 3 });
     }
 
     #[test]

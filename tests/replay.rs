@@ -67,3 +67,21 @@ fn what_is_no_table_of_runs_is_refused() {
         assert!(output.status.code() == Some(2) && error.contains(says), "{name}: {error}");
     }
 }
+
+/// Sizes beyond any run are refused by name; the largest that are taken are priced without a panic.
+#[test]
+fn sizes_beyond_any_run_do_not_overflow() {
+    let path = common::scratch("replay_sizes").join("sizes.csv");
+    let header = "row_id,source_id,framework,workload,layers,hidden,heads,head_dim,ffn,vocab,seq_len,gpu,n_gpus,gpus_per_node,tp,pp,cp,mbs,grad_accum,recompute,status,inter_node";
+    let row = |id: &str, hidden: u64, n: u64, tp: u64, pp: u64| {
+        format!("{id},s,Megatron-LM,pretrain,{n},{hidden},{n},{n},{n},{n},{n},H100,{n},8,{tp},{pp},{n},{n},{n},full,ok,1e-12 Gb/s per node")
+    };
+    let most = 1 << 20;
+    let rows = [row("vast", 1 << 62, most, 1, 1), row("many", most, most, most, most), row("most", most, most, 1, 1)];
+    std::fs::write(&path, format!("{header}\n{}\n", rows.join("\n"))).unwrap();
+    let text = common::dplan_ok(&["replay", path.to_str().unwrap(), "--json"]);
+    let lines: Vec<Value> = text.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    assert_eq!(lines[0]["reason"], "hidden is `4611686018427387904`, expected a whole number from 1 to 1048576");
+    assert!(lines[1]["reason"].as_str().unwrap().ends_with("is not 1048576 devices"), "{}", lines[1]);
+    assert!(lines[2]["predicted_seconds"].as_f64().unwrap() > 1e9, "{}", lines[2]);
+}

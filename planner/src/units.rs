@@ -1,4 +1,5 @@
 //! Units as types. Times and sizes are integers, so that sums do not depend on their order and equal inputs give equal plans; a quotient is rounded up.
+//! What is too large for 64 bits is the largest number there is: worse than all else, never better by wrapping around.
 
 use std::fmt;
 use std::iter::Sum;
@@ -15,18 +16,18 @@ macro_rules! quantity {
         impl Add for $name {
             type Output = $name;
             fn add(self, other: $name) -> $name {
-                $name(self.0 + other.0)
+                $name(self.0.saturating_add(other.0))
             }
         }
         impl AddAssign for $name {
             fn add_assign(&mut self, other: $name) {
-                self.0 += other.0;
+                *self = *self + other;
             }
         }
         impl Mul<u64> for $name {
             type Output = $name;
             fn mul(self, times: u64) -> $name {
-                $name(self.0 * times)
+                $name(self.0.saturating_mul(times))
             }
         }
         impl Sum for $name {

@@ -109,10 +109,11 @@ fn text(priced: &[Priced<'_>], scores: &Scores, constants: &Constants, refit: Op
         }
     }
     output::say!(
-        "\n{:24} {:>5} {:>7} {:>9} {:>9} {:>9} {:>9}  {:>14}  {:>12}",
+        "\n{:24} {:>5} {:>7} {:>8} {:>9} {:>9} {:>9} {:>9}  {:>14}  {:>12}",
         "source",
         "rows",
         "priced",
+        "compared",
         "mean |e|",
         "median",
         "largest",
@@ -124,9 +125,10 @@ fn text(priced: &[Priced<'_>], scores: &Scores, constants: &Constants, refit: Op
     let line = |name: &str, s: &Score, left_out: Option<f64>| {
         let memory = s.memory_mean.map_or_else(|| "-".into(), |m| format!("{:.1} % of {}", m * 100.0, s.memory_rows));
         output::say!(
-            "{name:24} {:5} {:7} {:>9} {:>9} {:>9} {:>9}  {memory:>14}  {:>12}",
+            "{name:24} {:5} {:7} {:8} {:>9} {:>9} {:>9} {:>9}  {memory:>14}  {:>12}",
             s.rows,
             s.priced,
+            s.compared,
             plain(s.mean),
             plain(s.median),
             plain(s.largest),
@@ -140,12 +142,19 @@ fn text(priced: &[Priced<'_>], scores: &Scores, constants: &Constants, refit: Op
     line("all", &scores.all, None);
     let share = |n: usize, of: usize| if of == 0 { 0.0 } else { n as f64 / of as f64 * 100.0 };
     output::say!(
-        "pairs of layouts more than 10 % apart: {} of {} in the right order ({:.1} %)",
+        "pairs of layouts more than {:.0} % apart: {} of {} in the right order ({:.1} %)",
+        replay::DIFFERENT * 100.0,
         scores.ordered,
         scores.pairs,
         share(scores.ordered, scores.pairs)
     );
-    output::say!("whether it fits: {} right, {} wrong, {} within 8 % of the capacity", scores.fits_right, scores.fits_wrong, scores.fits_borderline);
+    output::say!(
+        "whether it fits: {} right, {} wrong, {} within {:.0} % of the capacity",
+        scores.fits_right,
+        scores.fits_wrong,
+        scores.fits_borderline,
+        replay::BORDERLINE * 100.0
+    );
     let named: Vec<String> = Constant::ALL.iter().map(|(c, name)| format!("{name} {:.4}", constants.get(*c))).collect();
     output::say!("constants   {}", named.join(", "));
 }

@@ -9,7 +9,7 @@ mod score;
 
 pub use refit::{Refit, refit};
 pub use row::read;
-pub use score::{Score, Scores, score};
+pub use score::{BORDERLINE, DIFFERENT, Score, Scores, score};
 
 use dplan_planner::executor::{Constant, Constants, Decoder, Executor, Layout, Memory, Step, memory, price};
 use dplan_planner::machine::{Link, Machine};
@@ -84,7 +84,7 @@ impl Run {
     /// Tokens of a step.
     pub fn tokens(&self) -> f64 {
         let l = &self.layout;
-        (l.dp * l.micro_batch * l.micro_batches * self.model.sequence) as f64
+        [l.dp, l.micro_batch, l.micro_batches, self.model.sequence].into_iter().map(|n| n as f64).product()
     }
 }
 

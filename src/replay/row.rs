@@ -10,6 +10,9 @@ use std::io::Read;
 /// A vocabulary that is not stated is taken as GPT-2's, padded as Megatron pads it.
 const USUAL_VOCABULARY: u64 = 50_304;
 
+/// Above what any run has of anything; and a product of three such numbers, of which prices are made, is far from overflow.
+const MOST: u64 = 1 << 20;
+
 #[derive(Debug, thiserror::Error)]
 pub enum RowsError {
     #[error("{path}: {source}")]
@@ -65,12 +68,14 @@ impl Fields<'_> {
     fn number(&self, column: &str) -> Option<f64> {
         self.text(column).parse::<f64>().ok().filter(|x| x.is_finite() && *x > 0.0)
     }
-    /// Above any run, far below overflow.
     fn whole(&self, column: &str) -> Option<u64> {
-        self.number(column).filter(|x| x.fract() == 0.0 && *x < 1e9).map(|x| x as u64)
+        self.number(column).filter(|x| x.fract() == 0.0 && *x <= MOST as f64).map(|x| x as u64)
     }
     fn need(&self, column: &str) -> Result<u64, String> {
-        self.whole(column).ok_or_else(|| format!("{column} is not stated"))
+        self.whole(column).ok_or_else(|| match self.text(column) {
+            "" => format!("{column} is not stated"),
+            found => format!("{column} is `{found}`, expected a whole number from 1 to {MOST}"),
+        })
     }
 }
 

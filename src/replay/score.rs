@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 pub const BORDERLINE: f64 = 0.08;
 
 /// Runs of one group whose throughput differs by more than this should be ranked right.
-const DIFFERENT: f64 = 0.10;
+pub const DIFFERENT: f64 = 0.10;
 
 /// Errors of one source, or of all rows.
 #[derive(Clone, Debug, Default, PartialEq)]

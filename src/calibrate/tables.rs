@@ -59,8 +59,8 @@ pub enum TableError {
         "{path}: not a table of measurements; its columns are {columns}, expected `device,dtype,m,n,k,latency_ms`, `device,op,dtype,num_gpus,message_elems,latency_ms` or those of a collection that begins `source_id` or `row_id`"
     )]
     Columns { path: String, columns: String },
-    #[error("{path}: line {line}: `{column}` is `{found}`, expected a positive number")]
-    Number { path: String, line: u64, column: &'static str, found: String },
+    #[error("{path}: line {line}: `{column}` is `{found}`, expected {expected}")]
+    Number { path: String, line: u64, column: &'static str, found: String, expected: &'static str },
     #[error("{path}: no table (.csv, .csv.gz) in this folder")]
     EmptyFolder { path: String },
 }
@@ -178,14 +178,17 @@ impl Row<'_> {
         let found = self.text(column);
         match found.parse::<f64>() {
             Ok(x) if x > 0.0 && x.is_finite() => Ok(x),
-            _ => {
-                let line = self.record.position().map_or(0, csv::Position::line);
-                Err(TableError::Number { path: self.path.into(), line, column, found: found.into() })
-            }
+            _ => Err(self.wrong(column, "a positive number")),
         }
     }
+    /// A size, rounded: exact as a float, so far below overflow.
     fn whole(&self, column: &'static str) -> Result<u64, TableError> {
-        Ok(self.number(column)?.round() as u64)
+        let rounded = self.number(column)?.round();
+        if (1.0..9e15).contains(&rounded) { Ok(rounded as u64) } else { Err(self.wrong(column, "a whole number from 1 to 9e15")) }
+    }
+    fn wrong(&self, column: &'static str, expected: &'static str) -> TableError {
+        let line = self.record.position().map_or(0, csv::Position::line);
+        TableError::Number { path: self.path.into(), line, column, found: self.text(column).into(), expected }
     }
 }
 
@@ -259,7 +262,7 @@ fn collected(row: &Row<'_>, tables: &mut Tables) -> Result<bool, TableError> {
             let (m, n, k) = (row.whole("m")?, row.whole("n")?, row.whole("k")?);
             let seconds = match row.number("time_us") {
                 Ok(time) => time * 1e-6,
-                Err(_) => 2.0 * (m * n * k) as f64 / (row.number("tflops")? * 1e12),
+                Err(_) => 2.0 * m as f64 * n as f64 * k as f64 / (row.number("tflops")? * 1e12),
             };
             tables.gemm.entry((device.into(), dtype.into())).or_default().push(GemmRow { m, n, k, seconds });
             Ok(true)
@@ -300,6 +303,9 @@ mod tests {
             ("device,dtype,m,n,k,latency_ms\nNVIDIA H200,bf16,8,x,32,0.5\n", "line 2: `n` is `x`"),
             ("device,dtype,m,n,k,latency_ms\nNVIDIA H200,bf16,8,8,32,-1\n", "`latency_ms` is `-1`"),
             ("device,dtype,m,n,k,latency_ms\nNVIDIA H200,bf16,8\n", "t.csv"),
+            ("device,dtype,m,n,k,latency_ms\nNVIDIA H200,bf16,8,1e30,8,1\n", "line 2: `n` is `1e30`, expected a whole number from 1 to 9e15"),
+            ("device,op,dtype,num_gpus,message_elems,latency_ms\nNVIDIA B200,alltoall,half,0.2,512,0.25\n", "`num_gpus` is `0.2`"),
+            ("device,op,dtype,num_gpus,message_elems,latency_ms\nNVIDIA B200,alltoall,half,4,1e19,0.25\n", "`message_elems` is `1e19`"),
             ("", "its columns are "),
         ] {
             let error = parsed(text).unwrap_err();

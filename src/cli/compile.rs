@@ -132,6 +132,12 @@ pub fn run(args: Args) -> Result<Outcome> {
         Ok(compiled) => compiled,
         Err(error) => return failed(&args, error),
     };
+    let took = begin.elapsed().as_secs_f64();
+    // Before anything is written: a command that fails leaves no plan.
+    let elsewhere = match elsewhere(&args, &model.graph, &options) {
+        Ok(elsewhere) => elsewhere,
+        Err(error) => return failed(&args, error),
+    };
     if let Some(path) = &args.output {
         output::write(path, compiled.file.to_json().as_bytes())?;
         // A pipe or a device has nothing beside it.
@@ -141,11 +147,6 @@ pub fn run(args: Args) -> Result<Outcome> {
         }
     }
     let run = report::TrainingRun { tokens: args.tokens, price: args.price };
-    let took = begin.elapsed().as_secs_f64();
-    let elsewhere = match elsewhere(&args, &model.graph, &options) {
-        Ok(elsewhere) => elsewhere,
-        Err(error) => return failed(&args, error),
-    };
     if args.json {
         let mut object = report::json(&model, &compiled, run, took);
         if args.min_devices || !args.what_if.is_empty() {

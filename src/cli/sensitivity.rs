@@ -7,11 +7,13 @@ use super::report::degrees;
 use crate::compile::{CompileError, Options, best};
 use dplan_ir::graph::Graph;
 use dplan_ir::plan::Plan;
-use dplan_planner::machine::{Machine, Peak};
+use dplan_planner::machine::curves::Curve;
+use dplan_planner::machine::{Curves, Machine, Peak};
 use dplan_planner::predict::Prediction;
 use dplan_planner::request::Refusal;
 use dplan_planner::units::{Bytes, Nanos, PerSecond};
 use serde_json::{Value, json};
+use std::sync::Arc;
 
 /// What of the machine is otherwise, and by which factor.
 #[derive(Clone, PartialEq, Debug)]
@@ -72,16 +74,27 @@ impl Scenario {
     /// The question with the machine changed.
     fn apply<'a>(&self, options: &Options<'a>) -> Options<'a> {
         let mut options = options.clone();
-        let Machine { device, per_node, nodes, intra, inter, host, curves: _ } = &mut options.cluster;
+        let Machine { device, per_node, nodes, intra, inter, host, curves } = &mut options.cluster;
         for &(key, factor) in &self.changes {
             let times = |n: u64| ((n as f64 * factor).round() as u64).max(1);
             let rate = |r: &mut PerSecond| *r = PerSecond(times(r.0));
+            // Inside a node, measured curves stand in the place of α and β.
+            let mut curve = |latency, per_byte| *curves = Arc::new(rescaled(curves, latency, per_byte));
             match key {
-                Key::Link => [&mut intra.bandwidth, &mut inter.bandwidth].into_iter().for_each(rate),
-                Key::Intra => rate(&mut intra.bandwidth),
+                Key::Link => {
+                    [&mut intra.bandwidth, &mut inter.bandwidth].into_iter().for_each(rate);
+                    curve(1.0, 1.0 / factor);
+                }
+                Key::Intra => {
+                    rate(&mut intra.bandwidth);
+                    curve(1.0, 1.0 / factor);
+                }
                 Key::Inter => rate(&mut inter.bandwidth),
                 Key::Host => rate(&mut host.bandwidth),
-                Key::Latency => [&mut intra.latency, &mut inter.latency].into_iter().for_each(|l| *l = Nanos(times(l.0))),
+                Key::Latency => {
+                    [&mut intra.latency, &mut inter.latency].into_iter().for_each(|l| *l = Nanos(times(l.0)));
+                    curve(factor, 1.0);
+                }
                 Key::Memory => {
                     device.memory = Bytes(times(device.memory.0));
                     options.memory_limit = options.memory_limit.map(|b| Bytes(times(b.0)));
@@ -97,6 +110,16 @@ impl Scenario {
         }
         options
     }
+}
+
+/// Curves as α + bytes·β with both parts changed by a factor: α is the time of the smallest measured size.
+fn rescaled(curves: &Curves, latency: f64, per_byte: f64) -> Curves {
+    let all = curves.all().into_iter().map(|Curve { op, ranks, mut points }| {
+        let least = points.first().map_or(0, |p| p.1);
+        points.iter_mut().for_each(|(_, time)| *time = (least as f64 * latency + time.saturating_sub(least) as f64 * per_byte).round() as u64);
+        Curve { op, ranks, points }
+    });
+    Curves::new(&all.collect::<Vec<_>>())
 }
 
 /// The answer on another machine.
@@ -136,9 +159,10 @@ pub fn min_devices(forward: &Graph, options: &Options<'_>, fewest: Option<u64>) 
 fn on(what: String, forward: &Graph, options: &Options<'_>) -> Result<Sensitivity, CompileError> {
     let answer = match best(forward, options) {
         Ok(found) => Ok(found),
-        Err(CompileError::Refused(refusal @ (Refusal::Infeasible(_) | Refusal::Late | Refusal::Batch { .. } | Refusal::Layout { .. }))) => {
-            Err(refusal.to_string())
-        }
+        // Pins and batch that fit the machine at hand need not fit this one.
+        Err(CompileError::Refused(
+            refusal @ (Refusal::Infeasible(_) | Refusal::Late | Refusal::Batch { .. } | Refusal::Layout { .. } | Refusal::Impossible { .. }),
+        )) => Err(refusal.to_string()),
         Err(other) => return Err(other),
     };
     Ok(Sensitivity { what, devices: options.cluster.devices(), answer })
@@ -178,6 +202,47 @@ pub fn json(s: &Sensitivity) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use dplan_ir::dtype::DType;
+    use dplan_ir::optimizer::Optimizer;
+    use dplan_ir::plan::Clip;
+    use dplan_ir::program::Pattern;
+    use dplan_planner::cost::comm::{Group, group_time};
+    use dplan_planner::machine::curves::Op;
+    use dplan_planner::pins::Pins;
+    use dplan_planner::request::Solver;
+
+    /// Curves of 2 µs, and a quarter of a nanosecond a byte and rank.
+    #[test]
+    fn measured_links_change_too() {
+        let points = |ranks: u64| [4u64, 1 << 10, 1 << 20].map(|bytes| (bytes, 2_000 + (bytes - 4) * ranks / 4)).to_vec();
+        let curve = |op| [2, 4, 8].map(|ranks| Curve { op, ranks, points: points(ranks) });
+        let measured: Vec<Curve> = Op::ALL.into_iter().flat_map(curve).collect();
+        let cluster = Machine { curves: Arc::new(Curves::new(&measured)), ..Machine::parse("h100:8").unwrap() };
+        let options = Options {
+            cluster,
+            batch: 8,
+            compute: DType::Bf16,
+            optimizer: Optimizer::AdamW,
+            clip: Clip::GlobalNorm,
+            pins: Pins::default(),
+            memory_limit: None,
+            solver: Solver::Exact,
+            deadline: None,
+        };
+        let time = |text: &str, ranks: u64, bytes: u64| {
+            let machine = scenario(text).unwrap().apply(&options).cluster;
+            group_time(&machine, Group { local: ranks, nodes: 1 }, Pattern::AllGather, bytes).0
+        };
+        for ranks in [2, 4, 8] {
+            let large = ((1 << 20) - 4) * ranks / 4;
+            assert_eq!((time("memory=2x", ranks, 4), time("memory=2x", ranks, 1 << 20)), (2_000, 2_000 + large));
+            for key in ["link", "intra"] {
+                assert_eq!((time(&format!("{key}=2x"), ranks, 4), time(&format!("{key}=2x"), ranks, 1 << 20)), (2_000, 2_000 + large / 2));
+            }
+            assert_eq!((time("latency=3x", ranks, 4), time("latency=3x", ranks, 1 << 20)), (6_000, 6_000 + large));
+            assert_eq!(time("inter=2x", ranks, 1 << 20), 2_000 + large);
+        }
+    }
 
     #[test]
     fn scenarios_are_read_and_bad_ones_say_what_would_be_right() {

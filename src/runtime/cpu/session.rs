@@ -256,10 +256,10 @@ impl Session {
             Some(scalar(unsafe { shared.world.arenas[stage * self.program.mesh.ranks() as usize].read(&slot, 0) }))
         };
         // The loss is made where the last layers are: on the last stage, or on the first if virtual stages go there and back.
-        let first_that = |which: Scalar| (0..self.program.stages.len()).rev().find_map(|stage| read(stage, which));
+        let last_that = |which: Scalar| (0..self.program.stages.len()).rev().find_map(|stage| read(stage, which));
         Ok(StepResult {
-            loss: first_that(Scalar::Loss).unwrap_or(f64::NAN),
-            grad_norm: first_that(Scalar::NormSquared).map(|s| scalars.norm(s.sqrt())),
+            loss: last_that(Scalar::Loss).unwrap_or(f64::NAN),
+            grad_norm: last_that(Scalar::NormSquared).map(|s| scalars.norm(s.sqrt())),
             seconds: started.elapsed().as_secs_f64(),
         })
     }

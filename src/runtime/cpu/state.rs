@@ -197,27 +197,22 @@ pub unsafe fn copy_in(arenas: &[Arena], holding: &Holding, bytes: &[u8]) {
     }
 }
 
-/// The buffer of a role that the bucket's update reads or writes, or what that is copied to afterwards; where nothing is updated, the role's home.
+/// The buffer in which a role is as the bucket's update leaves or finds it: of parameters the master, or else the rank's piece; gradients as they are read;
+/// of all else, and where nothing is updated, the home.
 fn updated(stage: &StageProgram, bucket: dplan_ir::entity::BucketId, role: Role) -> Option<BufferId> {
     let of_bucket = |id: BufferId| matches!(stage.buffers[id].content, Content::Flat { bucket: b, .. } if b == bucket);
-    let instrs = || stage.segments.values().flat_map(|s| &s.body);
-    let found = instrs().filter_map(|issue| match &issue.instr {
-        Instr::Update { state, grad, moments, .. } if of_bucket(*state) => match role {
-            Role::Param | Role::Master => Some(*state),
-            Role::Grad => Some(*grad),
-            Role::Moment1 => moments.first().copied(),
-            Role::Moment2 => moments.get(1).copied(),
-        },
-        _ => None,
-    });
-    let kept = |staged: BufferId| {
-        let mut copies = instrs().filter_map(|issue| match issue.instr {
-            Instr::Copy { src, dst } if src == staged => Some(dst),
+    let update = || {
+        stage.segments.values().flat_map(|s| &s.body).find_map(|issue| match issue.instr {
+            Instr::Update { state, grad, .. } if of_bucket(state) => Some((state, grad)),
             _ => None,
-        });
-        copies.next().unwrap_or(staged)
+        })
     };
-    found.into_iter().next().map(kept).or_else(|| stage.home(bucket, role))
+    let found = match role {
+        Role::Param => stage.home(bucket, Role::Master).or_else(|| update().map(|(state, _)| state)),
+        Role::Grad => update().map(|(_, grad)| grad),
+        Role::Master | Role::Moment1 | Role::Moment2 => None,
+    };
+    found.or_else(|| stage.home(bucket, role))
 }
 
 /// Every stage that has the parameter (a tied one may have several), with its bucket and its place in it.

@@ -8,7 +8,7 @@ use dplan_ir::graph::{Init, Piece};
 use dplan_ir::op::{Activation, Correction, GroupScore, Groups, Op, Renormalize, Router, Score};
 
 use super::Context;
-use super::net::{Net, parse_spec, slice, whole};
+use super::net::{Net, Place, parse_spec, slice, whole};
 use crate::import::json::At;
 use crate::import::{ImportError, limits};
 
@@ -207,7 +207,7 @@ pub fn feed_forward(net: &mut Net, experts: &Experts, activation: Activation, la
         Style::Mixtral | Style::MiniMax => format!("model.layers.{}.block_sparse_moe", layer - 1),
         Style::Qwen3 | Style::DeepseekV2 | Style::DeepseekV3 | Style::GptOss => format!("model.layers.{}.mlp", layer - 1),
     };
-    let at = Place { layer, block: &block };
+    let at = Place { layer, start: &block };
     let gate = gate(net, experts, at, x)?;
     let rows = net.op(&at.name("dispatch"), Op::Dispatch, &[x, gate])?;
     let down = match experts.style {
@@ -222,22 +222,6 @@ pub fn feed_forward(net: &mut Net, experts: &Experts, activation: Activation, la
             let shared = shared(net, at, width, activation, x)?;
             net.op(&at.name("experts"), Op::Add, &[routed, shared])
         }
-    }
-}
-
-/// Where a block is: its number, and the start of its tensors' names.
-#[derive(Clone, Copy)]
-struct Place<'a> {
-    layer: u64,
-    block: &'a str,
-}
-
-impl Place<'_> {
-    fn name(&self, part: &str) -> String {
-        format!("l{}.{part}", self.layer)
-    }
-    fn tensor(&self, part: &str) -> String {
-        format!("{}.{part}", self.block)
     }
 }
 

@@ -41,6 +41,22 @@ pub struct Dims {
     pub v: DimId,
 }
 
+/// Where a block is: its number, and the start of its tensors' names.
+#[derive(Clone, Copy)]
+pub struct Place<'a> {
+    pub layer: u64,
+    pub start: &'a str,
+}
+
+impl Place<'_> {
+    pub fn name(&self, part: &str) -> String {
+        format!("l{}.{part}", self.layer)
+    }
+    pub fn tensor(&self, part: &str) -> String {
+        format!("{}.{part}", self.start)
+    }
+}
+
 pub struct Net {
     pub builder: Builder,
     pub dims: Dims,

@@ -6,7 +6,7 @@ use dplan_ir::entity::{DimId, ValueId};
 use dplan_ir::graph::Init;
 use dplan_ir::op::{Activation, Attention, Mask, Op, Rope};
 
-use super::net::{Net, Sizes, Targets, slice};
+use super::net::{Net, Place, Sizes, Targets, slice};
 use super::{Context, rope};
 use crate::import::{ImportError, limits};
 
@@ -134,22 +134,6 @@ fn layer(net: &mut Net, block: &Block, layer: u64, x: ValueId) -> Result<ValueId
             let both = net.op(&at.name("both"), Op::Add, &[attended, fed])?;
             net.op(&at.name("res"), Op::Add, &[x, both])
         }
-    }
-}
-
-/// Where a block is: its number, and the start of its tensors' names.
-#[derive(Clone, Copy)]
-struct Place<'a> {
-    layer: u64,
-    start: &'a str,
-}
-
-impl Place<'_> {
-    fn name(&self, part: &str) -> String {
-        format!("l{}.{part}", self.layer)
-    }
-    fn tensor(&self, part: &str) -> String {
-        format!("{}.{part}", self.start)
     }
 }
 

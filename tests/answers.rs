@@ -93,6 +93,15 @@ fn other_machines_are_asked_about() {
     assert_eq!(output.status.code(), Some(1), "{}", String::from_utf8_lossy(&output.stdout));
 }
 
+/// A pin that the machine at hand can keep and another cannot is an answer about the other, not a reason to fail.
+#[test]
+fn a_machine_on_which_the_pins_are_impossible_is_answered() {
+    let dir = scratch("what-if-impossible");
+    let (plan, said) = compiled(&dir, "plan.json", &["--cluster", "cpu:2", "--batch", "16", "--pin", "zero=1", "--what-if", "nodes=0.5x"]);
+    assert!(said["what_if"][0]["infeasible"].as_str().is_some_and(|why| why.contains("no layer choice is possible")), "{said}");
+    assert!(plan.is_file());
+}
+
 #[test]
 fn days_and_money_are_those_of_the_steps() {
     let dir = scratch("money");
@@ -128,8 +137,14 @@ fn explain_says_what_the_next_best_costs_and_why_not_where_the_difference_is() {
         let arena = number(next, "/arena_bytes") - number(layer, "/arena_bytes");
         assert_eq!(arena, number(next, "/arena_difference_bytes"), "{layer}");
     }
+    assert!(layers.iter().all(|l| l["offload"] == "none"), "{told}");
     let text = dplan_ok(&["explain", &plan]);
-    assert!(text.contains("next best") && text.contains("a micro-batch"), "{text}");
+    assert!(text.contains("next best") && text.contains("a micro-batch") && !text.contains("offload"), "{text}");
+    let (offloaded, _) = compiled(&dir, "offloaded.json", &["--cluster", "cpu:2", "--batch", "16", "--pin", "offload=optimizer,zero=1"]);
+    let offloaded = offloaded.display().to_string();
+    let told: Value = serde_json::from_str(&dplan_ok(&["explain", &offloaded, "--json"])).unwrap();
+    assert!(told["layers"].as_array().unwrap().iter().all(|l| l["offload"] == "optimizer"), "{told}");
+    assert!(dplan_ok(&["explain", &offloaded]).contains("zero 1 offload optimizer recompute"));
 
     let told: Value = serde_json::from_str(&dplan_ok(&["explain", &plan, "--why-not", "tp=4", "--json"])).unwrap();
     let seconds = told["seconds"].as_object().unwrap();

@@ -49,15 +49,19 @@ pub fn tokens(text: &str) -> Result<f64, String> {
     if value > 0.0 && value.is_finite() { Ok(value) } else { Err(format!("`{text}`: expected more than 0 tokens")) }
 }
 
-/// Compute type.
+/// A power of two: `65536`.
 ///
 /// # Errors
-/// Lists the types there are.
+/// Says what would be right.
 pub fn loss_scale(text: &str) -> Result<LossScale, String> {
     let value = text.parse().ok().and_then(LossScale::from_value);
     value.ok_or_else(|| format!("`{text}` is not a loss scale; expected a power of two, such as 65536, from 1 to 2^64"))
 }
 
+/// Compute type.
+///
+/// # Errors
+/// Lists the types there are.
 pub fn precision(text: &str) -> Result<DType, String> {
     match DType::from_name(text) {
         Some(dtype @ (DType::F64 | DType::F32 | DType::Bf16 | DType::F16)) => Ok(dtype),

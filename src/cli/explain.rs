@@ -77,7 +77,9 @@ fn request<'a>(file: &'a PlanFile, classes: &'a [u32], pins: Pins, args: &Args) 
 /// A note for people: what was chosen and costs, the next best, and what memory forbids.
 fn text(file: &PlanFile, note: &Note, chosen: &Prediction) -> String {
     let span = if note.first == note.last { format!("layer {}", note.first) } else { format!("layers {}-{}", note.first, note.last) };
-    let mut out = format!("{span} on stage {}: zero {} recompute {}", note.stage, note.plan.zero.0, note.plan.recompute.name());
+    let LayerPlan { zero, offload, recompute, .. } = &note.plan;
+    let offloaded = if *offload == Offload::None { String::new() } else { format!(" offload {}", offload.name()) };
+    let mut out = format!("{span} on stage {}: zero {}{offloaded} recompute {}", note.stage, zero.0, recompute.name());
     let each = if note.first == note.last { "" } else { " each" };
     let (time, end) = (seconds(note.time.seconds()), seconds(note.end.seconds()));
     let _ = writeln!(out, "; {time} a micro-batch and {end} at the end of the step{each}");
@@ -106,7 +108,7 @@ fn object(file: &PlanFile, note: &Note, chosen: &Prediction) -> Value {
     };
     json!({
         "layers": [note.first, note.last], "stage": note.stage,
-        "zero": note.plan.zero.0, "recompute": note.plan.recompute.name(),
+        "zero": note.plan.zero.0, "offload": note.plan.offload.name(), "recompute": note.plan.recompute.name(),
         "micro_batch_seconds": note.time.seconds(), "end_seconds": note.end.seconds(),
         "states_bytes": note.states.0, "frame_bytes": note.frame.0, "arena_bytes": note.arena.0,
         "next": note.next.as_ref().map(other), "denied": note.denied.as_ref().map(other),

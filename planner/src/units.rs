@@ -21,7 +21,7 @@ macro_rules! quantity {
         }
         impl AddAssign for $name {
             fn add_assign(&mut self, other: $name) {
-                *self = *self + other;
+                self.0 = self.0.saturating_add(other.0);
             }
         }
         impl Mul<u64> for $name {

@@ -61,8 +61,8 @@ fn a_barrier_that_is_taken_out_is_missed() {
     for p in &prepared {
         for (launch, l) in p.routine.launches.iter().enumerate() {
             // A barrier inside the other kernel of a text is that kernel's.
-            let start = l.text.find(&format!("DP_KERNEL({})", l.entry)).expect("its own kernel");
-            let end = l.text[start + 1..].find("DP_KERNEL(").map_or(l.text.len(), |e| start + 1 + e);
+            let start = l.text.find(&format!("({})(", l.entry)).expect("its own kernel");
+            let end = l.text[start + 1..].find("DP_KERNEL").map_or(l.text.len(), |e| start + 1 + e);
             damaged.extend(l.text[start..end].match_indices(BARRIER).map(|(at, _)| without(p, launch, start + at)));
         }
     }

@@ -16,7 +16,7 @@ DP_DEVICE void dp_tile_slopes(const Shape& s, DP_SHARED_PTR(acc) tq, DP_SHARED_P
     }
 }
 
-DP_KERNEL(dp_attention_grad_keys)(DP_IN(elem) q, DP_IN(elem) k, DP_IN(elem) v, DP_IN(elem) dout, DP_IN(acc) lse, DP_IN(acc) delta, DP_OUT(elem) dk, DP_OUT(elem) dv,
+DP_KERNEL_ALONE(dp_attention_grad_keys)(DP_IN(elem) q, DP_IN(elem) k, DP_IN(elem) v, DP_IN(elem) dout, DP_IN(acc) lse, DP_IN(acc) delta, DP_OUT(elem) dk, DP_OUT(elem) dv,
                                   i64 queries, i64 keys, i64 groups, i64 heads, i64 valid_g, i64 valid_r, i64 first_query, i64 first_key, i64 window, i64 chunk, i64 blocks) {
     DP_SHARED(acc, tq, 0, TILE * PITCH_D);
     DP_SHARED(acc, tk, TILE * PITCH_D * sizeof(acc), TILE * PITCH_D);
@@ -68,7 +68,7 @@ DP_KERNEL(dp_attention_grad_keys)(DP_IN(elem) q, DP_IN(elem) k, DP_IN(elem) v, D
         if (part + 8 * c < D) dp_put<ADD>(dk, row * D + part + 8 * c, acc(SCALE) * gk[c]);
 }
 
-DP_KERNEL(dp_attention_grad_queries)(DP_IN(elem) q, DP_IN(elem) k, DP_IN(elem) v, DP_IN(elem) dout, DP_IN(acc) lse, DP_IN(acc) delta, DP_OUT(elem) dq, i64 queries,
+DP_KERNEL_ALONE(dp_attention_grad_queries)(DP_IN(elem) q, DP_IN(elem) k, DP_IN(elem) v, DP_IN(elem) dout, DP_IN(acc) lse, DP_IN(acc) delta, DP_OUT(elem) dq, i64 queries,
                                      i64 keys, i64 groups, i64 heads, i64 valid_g, i64 valid_r, i64 first_query, i64 first_key, i64 window, i64 chunk, i64 blocks) {
     DP_SHARED(acc, tq, 0, TILE * PITCH_D);
     DP_SHARED(acc, tk, TILE * PITCH_D * sizeof(acc), TILE * PITCH_D);

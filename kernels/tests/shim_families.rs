@@ -53,8 +53,18 @@ fn abc(random: &mut Random, most: u64) -> Vec<(char, u64, u64, u64)> {
 #[test]
 fn pointwise() {
     family("pointwise", 1, |r| {
-        let f = [Activation::Silu, Activation::Gelu, Activation::GeluTanh, Activation::Relu][r.below(4) as usize];
         let letters = abc(r, 300);
+        // Operands reach from -2 to 2.
+        let all = [
+            Activation::Silu,
+            Activation::Gelu,
+            Activation::GeluTanh,
+            Activation::Relu,
+            Activation::QuickGelu,
+            Activation::Clamp { limit: 1 },
+            Activation::ClampAbove { limit: 1 },
+        ];
+        let f = all[r.below(all.len() as u64) as usize];
         match r.below(9) {
             0 => case(r, Op::Add, &[3, 3], &[3], letters),
             1 => case(r, Op::Sub, &[3, 3], &[3], letters),

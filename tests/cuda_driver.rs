@@ -5,11 +5,13 @@ mod common;
 use std::time::Duration;
 
 use dplan::runtime::cuda::driver::{Access, Address, Driver, Exchange, Pinned, Rows, Value};
-use dplan::runtime::cuda::gpu::{Gpu, library::AbsentError, nccl::UniqueId, unique_id};
+use dplan::runtime::cuda::gpu::{AbsentError, Gpu, nccl::UniqueId, unique_id};
 use dplan::runtime::cuda::load::{Primitive, Reduction};
 use dplan_ir::dtype::DType;
-use dplan_kernels::cuda::flat;
+use dplan_ir::optimizer::{Hyper, StepScalars};
+use dplan_kernels::cuda::{Launch, flat, scalars};
 use dplan_kernels::shim;
+use libloading::Library;
 
 /// The only test of this file: it names the stand-in in the environment of its process.
 #[test]
@@ -34,14 +36,47 @@ fn the_driver_is_called_as_its_headers_say() {
     };
     assert!(matches!(Gpu::open(1, Duration::from_secs(5)), Err(AbsentError::Device(why)) if why.contains("which has 1")));
     gpu.join(UniqueId(unique_id().unwrap().0), 0, 1).unwrap();
-    // SAFETY: the function has this type.
-    let live = unsafe { libloading::Library::new(&library).unwrap() };
-    // SAFETY: as above.
-    let live = || unsafe { live.get::<unsafe extern "C" fn() -> i32>(b"stand_in_live").unwrap()() };
+    // SAFETY: its initialisers are those of C++.
+    let stand_in = unsafe { Library::new(&library).unwrap() };
+    let live = || ask(&stand_in, "stand_in_live");
     let before = live();
     drive(&mut gpu);
     assert_eq!(live(), before, "something was not given back");
+    members_keep_their_order(&stand_in);
+    assert_eq!(live(), before, "a communicator was not given back");
+    what_fails_is_given_back();
+    assert_eq!(live(), before, "a communicator that failed was not given back");
     assert_eq!(gpu.allocate(1 << 50).unwrap_err().to_string(), "cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY");
+}
+
+/// What one of the stand-in's own functions says.
+fn ask(stand_in: &Library, function: &str) -> i32 {
+    // SAFETY: the functions have this type.
+    unsafe { stand_in.get::<unsafe extern "C" fn() -> i32>(function.as_bytes()).unwrap()() }
+}
+
+/// NCCL orders a group by the keys that its members come with, not as anybody lists them.
+fn members_keep_their_order(stand_in: &Library) {
+    let mut gpu = Gpu::open(0, Duration::from_secs(5)).unwrap();
+    gpu.join(unique_id().unwrap(), 2, 4).unwrap();
+    for (members, key) in [(&[0, 2, 3][..], 1), (&[3, 1, 2], 2), (&[2, 0], 0)] {
+        let part = gpu.split(0, Some(members)).unwrap().unwrap();
+        let (color, position) = (ask(stand_in, "stand_in_color"), ask(stand_in, "stand_in_key"));
+        assert_eq!((color, position), (members[0] as i32, key), "of {members:?}");
+        gpu.leave(part).unwrap();
+    }
+}
+
+fn what_fails_is_given_back() {
+    // One that met nobody, with an id that is not theirs.
+    let mut gpu = Gpu::open(0, Duration::from_millis(50)).unwrap();
+    assert_eq!(gpu.split(0, None).unwrap_err().to_string(), "ncclCommSplit: this rank has met no others");
+    assert!(gpu.join(UniqueId([0; 128]), 0, 1).unwrap_err().to_string().contains("ncclInvalidArgument"));
+    drop(gpu);
+    // One whose peers do not come.
+    let mut gpu = Gpu::open(0, Duration::from_millis(50)).unwrap();
+    gpu.join(unique_id().unwrap(), 13, 14).unwrap();
+    assert!(gpu.split(0, Some(&[13])).unwrap_err().to_string().contains("peers did not come"));
 }
 
 fn drive(gpu: &mut Gpu) {
@@ -52,8 +87,9 @@ fn drive(gpu: &mut Gpu) {
     let launch = &routine.launches[0];
     let kernel = gpu.load(launch).unwrap();
     gpu.pinned(pinned)[..4].copy_from_slice(&16f32.to_le_bytes());
-    let scalars: Vec<u8> = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0].iter().flat_map(|x: &f64| x.to_le_bytes()).collect();
-    gpu.pinned(pinned)[256..256 + 88].copy_from_slice(&scalars);
+    let hyper = Hyper { lr: 0.0, beta1: 0.0, beta2: 0.0, eps: 0.0, weight_decay: 0.0, momentum: 0.0, clip: 1.0 };
+    let scalars: Vec<u8> = scalars(&StepScalars::new(hyper, 1, 1.0)).iter().flat_map(|x| x.to_le_bytes()).collect();
+    gpu.pinned(pinned)[256..256 + scalars.len()].copy_from_slice(&scalars);
     gpu.copy_in(device, pinned, 0, 512, stream).unwrap();
     gpu.record(event, stream).unwrap();
     gpu.wait(stream, event).unwrap();
@@ -65,6 +101,14 @@ fn drive(gpu: &mut Gpu) {
         f32::from_le_bytes(gpu.pinned(pinned)[..4].try_into().unwrap())
     };
     assert_eq!(read(gpu, 512), (1.0 / (4.0 + 1e-6)) as f32);
+    // The same, with more shared memory than a kernel has unasked, and with more than the device has.
+    let [large, too_large] = [64, 100].map(|kib| Launch { shared: kib * 1024, ..launch.clone() });
+    let of_large = gpu.load(&large).unwrap();
+    gpu.zero(device.plus(512), 4, stream).unwrap();
+    gpu.launch(of_large, &large, &[memory(0, Access::Read), memory(512, Access::Write), memory(256, Access::Read)], stream).unwrap();
+    assert_eq!(read(gpu, 512), (1.0 / (4.0 + 1e-6)) as f32);
+    gpu.unload(of_large).unwrap();
+    assert!(gpu.load(&too_large).is_err());
     // Rows: the second of each pair of bytes.
     let bytes: Vec<u8> = (0..16).collect();
     gpu.pinned(pinned)[..16].copy_from_slice(&bytes);

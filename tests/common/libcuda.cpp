@@ -1,10 +1,12 @@
 // A stand-in for libcuda and libnccl with one device whose memory is the host's and whose streams do at once what they are given. It knows one kernel, `dp_clip`. It checks
-// what C cannot: sizes of structures, alignment, and that what is given back was taken.
+// what C cannot: sizes of structures, alignment, and that what is given back was taken. A kernel gets 48 KiB of shared memory, or what was asked for it, and the device has
+// 99 KiB. Whoever is in color 13 of a split waits for somebody who never comes.
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <set>
 #include <string>
 
@@ -27,21 +29,23 @@ struct Copy2D {
 };
 struct Id { char bytes[128]; };
 struct Config { size_t size; unsigned magic, version; int blocking; };
-struct Function { std::string name; int shared; };
-std::set<std::string> names;
-int asked = 0;
+std::map<std::string, int> functions;
+int asked = 0, context = 0, color_of_split = 0, key_of_split = 0;
+void* stuck = nullptr;
 size_t size_of(int dtype) { return dtype == 8 ? 8 : dtype == 7 || dtype == 2 ? 4 : dtype == 0 ? 1 : 2; }
 }
 
 #define API extern "C" __attribute__((visibility("default")))
 API int stand_in_live() { return int(live.size()); }
+API int stand_in_color() { return color_of_split; }
+API int stand_in_key() { return key_of_split; }
 API int cuInit(unsigned) { return 0; }
 API int cuDeviceGetCount(int* n) { *n = 1; return 0; }
 API int cuDeviceGet(int* d, int) { *d = 5; return 0; }
 API int cuDeviceGetAttribute(int* v, int what, int d) { *v = what == 75 ? 9 : 0; return d == 5 ? 0 : 101; }
-API int cuDevicePrimaryCtxRetain(void** c, int d) { *c = take(1); return d == 5 ? 0 : 101; }
+API int cuDevicePrimaryCtxRetain(void** c, int d) { *c = &context; return d == 5 ? 0 : 101; }
 API int cuDevicePrimaryCtxRelease_v2(int d) { return d == 5 ? 0 : 101; }
-API int cuCtxSetCurrent(void* c) { return live.count(c) ? 0 : 201; }
+API int cuCtxSetCurrent(void* c) { return c == &context ? 0 : 201; }
 API int cuMemAlloc_v2(uint64_t* p, size_t n) { if (n > size_t(1) << 40) return 2; *p = uint64_t(take(n)); return 0; }
 API int cuMemFree_v2(uint64_t p) { return give((void*)p); }
 API int cuMemHostAlloc(void** p, size_t n, unsigned) { *p = take(n); return 0; }
@@ -59,10 +63,18 @@ API int cuModuleLoadData(void** m, const void* image) {
     return 0;
 }
 API int cuModuleUnload(void* m) { return give(m); }
-API int cuModuleGetFunction(void** f, void* m, const char* name) { *f = (void*)names.insert(name).first->c_str(); return live.count(m) ? 0 : 400; }
-API int cuFuncSetAttribute(void*, int what, int) { return what == 8 ? 0 : 1; }
-API int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned, void* s, void** args, void** extra) {
-    if (std::strcmp((const char*)f, "dp_clip") != 0 || extra || !live.count(s) || gx * gy * gz != 1 || bx != 32 || by * bz != 1) return 1;
+API int cuModuleGetFunction(void** f, void* m, const char* name) {
+    *f = &*functions.insert({name, 48 * 1024}).first;
+    return live.count(m) ? 0 : 400;
+}
+API int cuFuncSetAttribute(void* f, int what, int value) {
+    if (what != 8 || value > 99 * 1024) return 1;
+    ((std::pair<const std::string, int>*)f)->second = value;
+    return 0;
+}
+API int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void* s, void** args, void** extra) {
+    auto& [name, most] = *(std::pair<const std::string, int>*)f;
+    if (name != "dp_clip" || int(shared) > most || extra || !live.count(s) || gx * gy * gz != 1 || bx != 32 || by * bz != 1) return 1;
     const float* squares = *(const float**)args[0];
     float* out = *(float**)args[1];
     const double* scalars = *(const double**)args[2];
@@ -82,20 +94,22 @@ API int cuGetErrorName(int e, const char** name) { *name = e == 2 ? "CUDA_ERROR_
 
 API int ncclGetUniqueId(Id* id) { std::memset(id, 0x5a, sizeof *id); return 0; }
 API int ncclCommInitRankConfig(void** c, int n, Id id, int rank, const Config* config) {
-    if (n != 1 || rank != 0 || id.bytes[0] != 0x5a || id.bytes[127] != 0x5a) return 4;
+    if (rank >= n || id.bytes[0] != 0x5a || id.bytes[127] != 0x5a) return 4;
     if (config->size != sizeof(Config) || config->magic != 0xcafebeef || config->blocking != 0) return 4;
     *c = take(1);
     return 7;
 }
-API int ncclCommSplit(void* c, int color, int, void** part, const Config*) {
+API int ncclCommSplit(void* c, int color, int key, void** part, const Config*) {
     if (!live.count(c)) return 4;
     *part = color < 0 ? nullptr : take(1);
+    color_of_split = color, key_of_split = key;
+    if (color == 13) stuck = *part;
     return 0;
 }
-API int ncclCommGetAsyncError(void* c, int* state) { *state = live.count(c) ? 0 : 3; return 0; }
+API int ncclCommGetAsyncError(void* c, int* state) { *state = !live.count(c) ? 3 : c == stuck ? 7 : 0; return 0; }
 API int ncclCommFinalize(void* c) { return live.count(c) ? 0 : 4; }
 API int ncclCommDestroy(void* c) { return give(c) ? 4 : 0; }
-API int ncclCommAbort(void* c) { return give(c) ? 4 : 0; }
+API int ncclCommAbort(void* c) { if (c == stuck) stuck = nullptr; return give(c) ? 4 : 0; }
 API int ncclAllReduce(const void* from, void* to, size_t n, int dtype, int op, void*, void*) { std::memmove(to, from, n * size_of(dtype)); return op == 0 || op == 2 ? 0 : 4; }
 API int ncclReduceScatter(const void* from, void* to, size_t n, int dtype, int op, void*, void*) { std::memmove(to, from, n * size_of(dtype)); return op == 0 || op == 2 ? 0 : 4; }
 API int ncclAllGather(const void* from, void* to, size_t n, int dtype, void*, void*) { std::memmove(to, from, n * size_of(dtype)); return 0; }

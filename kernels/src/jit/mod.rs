@@ -7,10 +7,12 @@
 mod cache;
 mod nvrtc;
 mod report;
+mod search;
 
 pub use cache::{Cache, Found};
-pub use nvrtc::{Nvrtc, search};
+pub use nvrtc::Nvrtc;
 pub use report::Usage;
+pub use search::search;
 
 use crate::cuda::{Launch, source};
 

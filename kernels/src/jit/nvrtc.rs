@@ -1,4 +1,4 @@
-//! The library: where it is, and the functions of it that we call.
+//! The library, and the functions of it that we call.
 
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::PathBuf;
@@ -6,7 +6,7 @@ use std::ptr::{null, null_mut};
 
 use libloading::Library;
 
-use super::{Arch, Compiled, JitError, flags};
+use super::{Arch, Compiled, JitError, flags, search};
 
 type Program = *mut std::ffi::c_void;
 
@@ -33,46 +33,13 @@ struct Functions {
     error: unsafe extern "C" fn(c_int) -> *const c_char,
 }
 
-/// Where the library may be, in the order in which it is looked for: `DPLAN_NVRTC`, what the loader finds, CUDA's usual places, Python's packages.
-pub fn search() -> Vec<PathBuf> {
-    if let Some(named) = std::env::var_os("DPLAN_NVRTC") {
-        return vec![named.into()];
-    }
-    let names = ["libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"];
-    let mut places: Vec<PathBuf> = names.map(PathBuf::from).to_vec();
-    let roots = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(std::env::var_os).map(PathBuf::from).chain([PathBuf::from("/usr/local/cuda")]);
-    places.extend(roots.flat_map(|root| names.map(|n| root.join("lib64").join(n))));
-    let environments = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(std::env::var_os).map(PathBuf::from);
-    let user = std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".local"));
-    let prefixes = environments.chain(user).chain(["/usr/local", "/usr"].map(PathBuf::from));
-    let sites = prefixes.flat_map(|prefix| {
-        let pythons = list(&prefix.join("lib")).into_iter().filter(|p| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with("python")));
-        pythons.flat_map(|p| ["site-packages", "dist-packages"].map(|s| p.join(s))).collect::<Vec<_>>()
-    });
-    let path = std::env::var_os("PYTHONPATH").map(|p| std::env::split_paths(&p).collect::<Vec<_>>()).unwrap_or_default();
-    let vendors = sites.chain(path).flat_map(|site| list(&site.join("nvidia")));
-    let libraries = vendors.flat_map(|vendor| list(&vendor.join("lib")));
-    places.extend(libraries.filter(|p| {
-        let name = p.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
-        name.starts_with("libnvrtc.so") && !name.contains("alt")
-    }));
-    places
-}
-
-/// What a folder holds, in order; nothing if there is no such folder.
-fn list(folder: &std::path::Path) -> Vec<PathBuf> {
-    let mut found: Vec<PathBuf> = std::fs::read_dir(folder).into_iter().flatten().filter_map(|e| Some(e.ok()?.path())).collect();
-    found.sort();
-    found
-}
-
 impl Nvrtc {
     /// Opens the first library found.
     ///
     /// # Errors
     /// If there is none, or it lacks a function.
     pub fn open() -> Result<Nvrtc, JitError> {
-        let places = search();
+        let places = search("DPLAN_NVRTC", &["libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"]);
         for place in &places {
             // SAFETY: loading NVRTC runs its own initialisers, which need no device.
             if let Ok(library) = unsafe { Library::new(place) } {

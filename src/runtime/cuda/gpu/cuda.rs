@@ -2,7 +2,10 @@
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
-use super::library::{AbsentError, Opened, functions, places};
+use dplan_kernels::jit;
+
+use super::AbsentError;
+use super::library::{Opened, functions};
 use crate::runtime::cuda::driver::DriverError;
 
 /// A context, stream, event, module or function.
@@ -100,7 +103,7 @@ impl Cuda {
     pub fn open() -> Result<Cuda, AbsentError> {
         let hint =
             "CUDA ranks need an NVIDIA GPU with its driver (or DPLAN_CUDA, the path of libcuda.so.1); without --device cuda, ranks run on the CPU";
-        Cuda::of(Opened::first("the CUDA driver", hint, &places("DPLAN_CUDA", &["libcuda.so.1", "libcuda.so"]))?)
+        Cuda::of(Opened::first("the CUDA driver", hint, &jit::search("DPLAN_CUDA", &["libcuda.so.1", "libcuda.so"]))?)
     }
     /// # Errors
     /// If the status is one.

@@ -4,22 +4,7 @@ use std::path::PathBuf;
 
 use libloading::Library;
 
-use crate::runtime::cuda::driver::DriverError;
-
-/// Why there is no GPU to run on.
-#[derive(Debug, thiserror::Error)]
-pub enum AbsentError {
-    #[error("{what} was not found: {hint}; looked for {looked}")]
-    Library { what: &'static str, hint: &'static str, looked: String },
-    #[error("{path} has no function `{function}`: {what} is too old")]
-    Function { path: String, function: &'static str, what: &'static str },
-    #[error("no GPU: {0}")]
-    Device(String),
-    #[error(transparent)]
-    Call(#[from] DriverError),
-    #[error(transparent)]
-    Nvrtc(#[from] dplan_kernels::jit::JitError),
-}
+use super::AbsentError;
 
 /// A library and where it was found.
 pub struct Opened {
@@ -57,17 +42,6 @@ impl Opened {
     }
 }
 
-/// Where a library may be: the variable `named` alone if it is set; else what the loader finds, the folders of CUDA, and those of Python's packages.
-pub fn places(named: &str, names: &[&str]) -> Vec<PathBuf> {
-    if let Some(path) = std::env::var_os(named) {
-        return vec![path.into()];
-    }
-    let mut places: Vec<PathBuf> = names.iter().map(PathBuf::from).collect();
-    let roots = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(std::env::var_os).map(PathBuf::from).chain([PathBuf::from("/usr/local/cuda")]);
-    places.extend(roots.flat_map(|root| names.iter().map(move |n| root.join("lib64").join(n)).collect::<Vec<_>>()));
-    places
-}
-
 /// The functions of a library as a struct: name of the field, name in the library, arguments.
 macro_rules! functions {
     ($(#[$doc:meta])* $table:ident { $($field:ident = $name:literal($($arg:ty),*)),* $(,)? }) => {
@@ -78,7 +52,7 @@ macro_rules! functions {
             _library: $crate::runtime::cuda::gpu::library::Opened,
         }
         impl $table {
-            pub fn of(library: $crate::runtime::cuda::gpu::library::Opened) -> Result<$table, $crate::runtime::cuda::gpu::library::AbsentError> {
+            pub fn of(library: $crate::runtime::cuda::gpu::library::Opened) -> Result<$table, $crate::runtime::cuda::gpu::AbsentError> {
                 // SAFETY: the types are those of the library's header, and the table keeps the library.
                 unsafe {
                     Ok($table { $($field: library.function($name)?,)* _library: library })

@@ -8,7 +8,7 @@ pub mod library;
 pub mod nccl;
 
 use std::collections::HashMap;
-use std::ffi::{CString, c_int, c_void};
+use std::ffi::{CStr, CString, c_int, c_void};
 use std::ptr::null_mut;
 use std::time::{Duration, Instant};
 
@@ -16,10 +16,24 @@ use dplan_kernels::cuda::Launch;
 use dplan_kernels::jit::{self, Arch, Cache, Nvrtc};
 
 use self::cuda::{Copy2D, Cuda, Handle};
-use self::library::AbsentError;
 use self::nccl::{Config, Nccl, UniqueId};
 use super::driver::{Address, Communicator, Driver, DriverError, Event, Exchange, Kernel, Pinned, Queue, Rows, Value};
 use super::load::Primitive;
+
+/// Why there is no GPU to run on.
+#[derive(Debug, thiserror::Error)]
+pub enum AbsentError {
+    #[error("{what} was not found: {hint}; looked for {looked}")]
+    Library { what: &'static str, hint: &'static str, looked: String },
+    #[error("{path} has no function `{function}`: {what} is too old")]
+    Function { path: String, function: &'static str, what: &'static str },
+    #[error("no GPU: {0}")]
+    Device(String),
+    #[error(transparent)]
+    Call(#[from] DriverError),
+    #[error(transparent)]
+    Nvrtc(#[from] jit::JitError),
+}
 
 /// A GPU, as one rank's device.
 pub struct Gpu {
@@ -38,7 +52,9 @@ pub struct Gpu {
 
 /// NCCL and the communicator of all ranks.
 struct World {
-    nccl: Nccl,
+    nccl: &'static Nccl,
+    /// Of this process.
+    rank: u64,
     all: Handle,
     parts: Vec<Handle>,
 }
@@ -95,13 +111,14 @@ impl Gpu {
     /// If NCCL is absent, or the others do not come.
     pub fn join(&mut self, id: UniqueId, rank: u64, ranks: u64) -> Result<(), AbsentError> {
         let nccl = Nccl::open()?;
-        let (mut all, config) = (null_mut(), Config::NON_BLOCKING);
-        // SAFETY: a handle to write to, and a configuration that outlives the call.
-        let status = unsafe { (nccl.init)(&raw mut all, ranks as c_int, id, rank as c_int, &raw const config) };
-        nccl.check("ncclCommInitRankConfig", status)?;
-        let world = World { nccl, all, parts: Vec::new() };
-        world.settle("ncclCommInitRankConfig", all, self.timeout)?;
-        self.world = Some(world);
+        let (call, place, config) = ("ncclCommInitRankConfig", Place::new(), Config::NON_BLOCKING);
+        // SAFETY: a handle to write to that lives as long as NCCL may write, and a configuration that outlives the call.
+        let status = unsafe { (nccl.init)(place.0, ranks as c_int, id, rank as c_int, &raw const config) };
+        nccl.check(call, status)?;
+        // From here on, dropping this GPU ends what NCCL does.
+        let world = self.world.insert(World { nccl, rank, all: place.get(), parts: Vec::new() });
+        world.settle(call, world.all, self.timeout)?;
+        world.all = place.settled();
         Ok(())
     }
 
@@ -112,11 +129,46 @@ impl Gpu {
         stream.0 as Handle
     }
     fn world(&self, call: &'static str) -> Result<&World, DriverError> {
-        self.world.as_ref().ok_or_else(|| DriverError { call, why: "this rank has met no others".into() })
+        self.world.as_ref().ok_or_else(|| unmet(call))
+    }
+    /// A function of a module, that may use so much shared memory: what its launch needs, not what the architecture has at most, since some of its GPUs have less.
+    fn function(&self, module: Handle, entry: &CStr, shared: u32) -> Result<Handle, DriverError> {
+        let mut function = null_mut();
+        // SAFETY: a handle to write to; the module is loaded, and the name outlives the call.
+        unsafe {
+            self.ask("cuModuleGetFunction", (self.cuda.module_function)(&raw mut function, module, entry.as_ptr()))?;
+            if shared > 48 * 1024 {
+                self.ask("cuFuncSetAttribute", (self.cuda.function_set)(function, cuda::MAX_DYNAMIC_SHARED, shared as c_int))?;
+            }
+        }
+        Ok(function)
     }
     fn host(&self, memory: Pinned, offset: u64) -> *mut c_void {
         // The address is the handle.
         (memory.0 + offset) as *mut c_void
+    }
+}
+
+fn unmet(call: &'static str) -> DriverError {
+    DriverError { call, why: "this rank has met no others".into() }
+}
+
+/// Where NCCL writes a handle. A thread of its own may do so for as long as the call has not settled; until then this memory is nobody else's, and stays so if it never settles.
+struct Place(*mut Handle);
+
+impl Place {
+    fn new() -> Place {
+        Place(Box::into_raw(Box::new(null_mut())))
+    }
+    /// What was written so far.
+    fn get(&self) -> Handle {
+        // SAFETY: allocated above and not freed while there is a `Place`.
+        unsafe { self.0.read_volatile() }
+    }
+    /// What was written, once nothing more will be.
+    fn settled(self) -> Handle {
+        // SAFETY: allocated as a box above, and taken back once.
+        *unsafe { Box::from_raw(self.0) }
     }
 }
 
@@ -208,20 +260,19 @@ impl Driver for Gpu {
         let failed = |why: String| DriverError { call: "nvrtcCompileProgram", why };
         let (made, _) = self.cache.compile(&self.nvrtc, &jit::text(launch), self.arch).map_err(|e| failed(e.to_string()))?;
         let entry = CString::new(launch.entry).map_err(|e| failed(e.to_string()))?;
-        let (mut module, mut function) = (null_mut(), null_mut());
-        // SAFETY: handles to write to; the image and the name outlive the calls.
-        unsafe {
-            self.ask("cuModuleLoadData", (self.cuda.module_load)(&raw mut module, made.cubin.as_ptr().cast()))?;
-            self.kernels.push((module, null_mut()));
-            self.ask("cuModuleGetFunction", (self.cuda.module_function)(&raw mut function, module, entry.as_ptr()))?;
-            let most = self.arch.limits().block_shared as c_int;
-            if launch.shared > 48 * 1024 {
-                self.ask("cuFuncSetAttribute", (self.cuda.function_set)(function, cuda::MAX_DYNAMIC_SHARED, most))?;
+        let mut module = null_mut();
+        // SAFETY: a handle to write to; the image outlives the call.
+        self.ask("cuModuleLoadData", unsafe { (self.cuda.module_load)(&raw mut module, made.cubin.as_ptr().cast()) })?;
+        let kernel = Kernel(self.kernels.len() as u64);
+        self.kernels.push((module, null_mut()));
+        match self.function(module, &entry, launch.shared) {
+            Ok(function) => self.kernels[kernel.0 as usize].1 = function,
+            Err(error) => {
+                self.unload(kernel)?;
+                return Err(error);
             }
         }
-        let number = self.kernels.len() - 1;
-        self.kernels[number].1 = function;
-        Ok(Kernel(number as u64))
+        Ok(kernel)
     }
     fn unload(&mut self, kernel: Kernel) -> Result<(), DriverError> {
         let module = std::mem::replace(&mut self.kernels[kernel.0 as usize], (null_mut(), null_mut())).0;
@@ -279,21 +330,23 @@ impl Driver for Gpu {
     fn split(&mut self, _family: u64, members: Option<&[u64]>) -> Result<Option<Communicator>, DriverError> {
         let call = "ncclCommSplit";
         let timeout = self.timeout;
-        let world = self.world(call)?;
-        // The first member is in no other group of the family, and says which group this is; order is that of ranks' positions in it.
+        let world = self.world.as_mut().ok_or_else(|| unmet(call))?;
+        // The first member is in no other group of the family, and says which group this is; the key says which position this rank has in it.
+        let position = members.and_then(|m| m.iter().position(|&r| r == world.rank)).unwrap_or(0);
         let color = members.map_or(nccl::NO_COLOR, |m| m[0] as c_int);
-        let mut part = null_mut();
-        // SAFETY: a handle to write to; the parent's configuration is inherited.
-        let status = unsafe { (world.nccl.split)(world.all, color, 0, &raw mut part, std::ptr::null()) };
+        let place = Place::new();
+        // SAFETY: a handle to write to that lives as long as NCCL may write; the parent's configuration is inherited.
+        let status = unsafe { (world.nccl.split)(world.all, color, position as c_int, place.0, std::ptr::null()) };
         world.nccl.check(call, status)?;
         world.settle(call, world.all, timeout)?;
         if members.is_none() {
+            place.settled();
             return Ok(None);
         }
+        let part = place.get();
+        world.parts.push(part);
         world.settle(call, part, timeout)?;
-        if let Some(world) = &mut self.world {
-            world.parts.push(part);
-        }
+        place.settled();
         Ok(Some(Communicator(part as u64)))
     }
     fn leave(&mut self, communicator: Communicator) -> Result<(), DriverError> {
@@ -386,7 +439,9 @@ impl Drop for Gpu {
         // SAFETY: everything made from them was given back; the process's end takes what is left.
         unsafe {
             if let Some(world) = &self.world {
-                (world.nccl.abort)(world.all);
+                for &communicator in world.parts.iter().chain([&world.all]).filter(|c| !c.is_null()) {
+                    (world.nccl.abort)(communicator);
+                }
             }
             (self.cuda.context_release)(self.device);
         }

@@ -1,11 +1,14 @@
 //! The functions of NCCL that are called, and their numbers. Communicators do not block, so that a rank whose peer is gone can end.
 
-use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::ffi::{c_int, c_uint, c_void};
+use std::sync::OnceLock;
 
 use dplan_ir::dtype::DType;
+use dplan_kernels::jit;
 
+use super::AbsentError;
 use super::cuda::Handle;
-use super::library::{AbsentError, Opened, functions, places};
+use super::library::{Opened, functions};
 use crate::runtime::cuda::driver::DriverError;
 use crate::runtime::cuda::load::Reduction;
 
@@ -69,11 +72,19 @@ pub fn operation(reduction: Reduction) -> c_int {
 }
 
 impl Nccl {
+    /// NCCL, opened once and never closed: threads of its own run on after calls that failed, and after the id was made.
+    ///
     /// # Errors
     /// If it is not installed.
-    pub fn open() -> Result<Nccl, AbsentError> {
+    pub fn open() -> Result<&'static Nccl, AbsentError> {
+        static OPENED: OnceLock<Nccl> = OnceLock::new();
+        if let Some(nccl) = OPENED.get() {
+            return Ok(nccl);
+        }
         let hint = "plans for several GPUs need it (`pip install nvidia-nccl-cu12`, or DPLAN_NCCL, the path of libnccl.so.2)";
-        Nccl::of(Opened::first("NCCL", hint, &places("DPLAN_NCCL", &["libnccl.so.2", "libnccl.so"]))?)
+        let opened = Opened::first("NCCL", hint, &jit::search("DPLAN_NCCL", &["libnccl.so.2", "libnccl.so"]))?;
+        let nccl = Nccl::of(opened)?;
+        Ok(OPENED.get_or_init(|| nccl))
     }
     /// # Errors
     /// If the status is one; work that goes on is none.
@@ -95,6 +106,3 @@ fn name(status: c_int) -> String {
     ];
     usize::try_from(status).ok().and_then(|s| known.get(s)).map_or_else(|| format!("error {status}"), |n| (*n).to_string())
 }
-
-/// `c_char` is signed on some machines; the id is bytes on all.
-const _: () = assert!(size_of::<UniqueId>() == 128 * size_of::<c_char>());

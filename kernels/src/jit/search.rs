@@ -1,0 +1,33 @@
+//! Where CUDA's libraries may be.
+
+use std::path::{Path, PathBuf};
+
+/// Paths of a library with one of these `names`, in the order in which to try them: the environment's `variable` alone if it is set; else what the loader finds, CUDA's usual
+/// places, Python's packages.
+pub fn search(variable: &str, names: &[&str]) -> Vec<PathBuf> {
+    if let Some(named) = std::env::var_os(variable) {
+        return vec![named.into()];
+    }
+    let mut places: Vec<PathBuf> = names.iter().map(PathBuf::from).collect();
+    let roots = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(std::env::var_os).map(PathBuf::from).chain([PathBuf::from("/usr/local/cuda")]);
+    places.extend(roots.flat_map(|root| names.iter().map(move |n| root.join("lib64").join(n))));
+    let environments = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(std::env::var_os).map(PathBuf::from);
+    let user = std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".local"));
+    let prefixes = environments.chain(user).chain(["/usr/local", "/usr"].map(PathBuf::from));
+    let sites = prefixes.flat_map(|prefix| {
+        let pythons = list(&prefix.join("lib")).into_iter().filter(|p| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with("python")));
+        pythons.flat_map(|p| ["site-packages", "dist-packages"].map(|s| p.join(s))).collect::<Vec<_>>()
+    });
+    let path = std::env::var_os("PYTHONPATH").map(|p| std::env::split_paths(&p).collect::<Vec<_>>()).unwrap_or_default();
+    let vendors = sites.chain(path).flat_map(|site| list(&site.join("nvidia")));
+    let libraries = vendors.flat_map(|vendor| list(&vendor.join("lib")));
+    places.extend(libraries.filter(|p| p.file_name().is_some_and(|n| names.iter().any(|name| n == *name))));
+    places
+}
+
+/// What a folder holds, in order; nothing if there is no such folder.
+fn list(folder: &Path) -> Vec<PathBuf> {
+    let mut found: Vec<PathBuf> = std::fs::read_dir(folder).into_iter().flatten().filter_map(|e| Some(e.ok()?.path())).collect();
+    found.sort();
+    found
+}

@@ -1,7 +1,7 @@
 //! `dplan kernels`: the generated kernels of a plan, as text and machine code, and what they use. Needs no GPU.
 //!
-//! Every instruction of every stage maps to kernels, to a copy or fill of the driver, or to a collective. Ranks of a stage differ in offsets only, so rank 0
-//! speaks for all; equal texts are one kernel. A row shows the kernel's largest launch: an op's arithmetic and traffic stand at the launch that has the most
+//! Every instruction of every rank maps to kernels, to a copy or fill of the driver, or to a collective, under weight decay of all parameters (what `dplan run` does unless told
+//! otherwise). Equal texts are one kernel. A row shows the kernel's largest launch: an op's arithmetic and traffic stand at the launch that has the most
 //! threads, and are 0 at its helpers.
 
 use std::collections::BTreeMap;
@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::{Context, anyhow};
+use dplan_ir::init;
 use dplan_ir::optimizer::DecayGroups;
 use dplan_kernels::cuda::Launch;
 use dplan_kernels::jit::{self, Arch, Cache, Found, Nvrtc};
@@ -44,7 +45,7 @@ struct Row {
     launch: Launch,
     flops: u64,
     bytes: u64,
-    /// Instructions that launch it.
+    /// Instructions that launch it, on the rank of each stage that has the most of them.
     uses: u64,
 }
 
@@ -120,17 +121,30 @@ pub fn run(args: Args) -> Result<Outcome> {
 fn rows(file: &PlanFile) -> std::result::Result<BTreeMap<String, Row>, crate::runtime::RuntimeError> {
     let mut rows: BTreeMap<String, Row> = BTreeMap::new();
     for stage in 0..file.program.stages.len() {
-        let code = load(&file.graph, &file.program, stage, 0, DecayGroups::Matrices)?;
-        for routine in code.segments.iter().flatten().flat_map(|(_, a)| a.routines()) {
-            let threads = |l: &Launch| u64::from(l.grid) * u64::from(l.threads);
-            let main = routine.launches.iter().enumerate().max_by_key(|(at, l)| (threads(l), std::cmp::Reverse(*at))).map(|(at, _)| at);
-            for (at, launch) in routine.launches.iter().enumerate() {
-                let (flops, bytes) = if Some(at) == main { (routine.cost.flops, routine.cost.bytes) } else { (0, 0) };
-                let row = rows.entry(name(launch)).or_insert_with(|| Row { launch: launch.clone(), flops, bytes, uses: 0 });
-                row.uses += 1;
-                if (flops, bytes) > (row.flops, row.bytes) {
-                    (row.launch, row.flops, row.bytes) = (launch.clone(), flops, bytes);
+        let mut uses: BTreeMap<String, u64> = BTreeMap::new();
+        for local_rank in 0..file.program.mesh.ranks() {
+            let code = load(&file.graph, &file.program, stage, local_rank, DecayGroups::All)?;
+            let mut of_rank: BTreeMap<String, u64> = BTreeMap::new();
+            for routine in code.segments.iter().flatten().flat_map(|(_, a)| a.routines()) {
+                let threads = |l: &Launch| u64::from(l.grid) * u64::from(l.threads);
+                let main = routine.launches.iter().enumerate().max_by_key(|(at, l)| (threads(l), std::cmp::Reverse(*at))).map(|(at, _)| at);
+                for (at, launch) in routine.launches.iter().enumerate() {
+                    let (flops, bytes) = if Some(at) == main { (routine.cost.flops, routine.cost.bytes) } else { (0, 0) };
+                    *of_rank.entry(name(launch)).or_default() += 1;
+                    let row = rows.entry(name(launch)).or_insert_with(|| Row { launch: launch.clone(), flops, bytes, uses: 0 });
+                    if (flops, bytes) > (row.flops, row.bytes) {
+                        (row.launch, row.flops, row.bytes) = (launch.clone(), flops, bytes);
+                    }
                 }
+            }
+            for (name, n) in of_rank {
+                let most = uses.entry(name).or_default();
+                *most = n.max(*most);
+            }
+        }
+        for (name, n) in uses {
+            if let Some(row) = rows.get_mut(&name) {
+                row.uses += n;
             }
         }
     }
@@ -139,6 +153,6 @@ fn rows(file: &PlanFile) -> std::result::Result<BTreeMap<String, Row>, crate::ru
 
 /// The kernel's entry and eight digits of its text's hash.
 fn name(launch: &Launch) -> String {
-    let hash = launch.text.bytes().fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3));
+    let hash = init::name_hash(&launch.text);
     format!("{}_{:08x}", launch.entry.trim_start_matches("dp_"), (hash ^ (hash >> 32)) as u32)
 }

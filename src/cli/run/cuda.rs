@@ -3,20 +3,17 @@
 //! `torchrun`, `srun` or `mpirun` start as many processes as the plan has ranks; a plan of one rank needs nobody. Rank by rank the same flags are given. The first rank of the stage
 //! that makes the loss prints the steps.
 
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{anyhow, ensure};
 use clap::ValueEnum;
 use dplan_ir::dtype::DType;
-use dplan_ir::entity::{ParamId, Table};
 use dplan_ir::optimizer::StepScalars;
 use dplan_ir::program::{Role, Scalar};
-use serde_json::json;
 
 use super::settings::hyper;
-use super::{Args, save_weights};
+use super::{Args, line, not_finite, read_weights, save_weights};
 use crate::cli::output::{self, gib, seconds};
 use crate::cli::{Failure, Outcome, Result};
 use crate::feed::{Batches, Feed};
@@ -24,7 +21,7 @@ use crate::import::weights::Weights;
 use crate::planfile::PlanFile;
 use crate::runtime::cuda::gpu::{Gpu, cuda::Cuda, nccl::UniqueId, unique_id};
 use crate::runtime::cuda::session::Session;
-use crate::runtime::cuda::start::Seat;
+use crate::runtime::cuda::start::Process;
 
 /// What ranks run on.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -42,60 +39,50 @@ pub fn run(args: &Args, file: &PlanFile, plan: u64, feed: Feed, weights: Option<
     // Before anybody is waited for: whether there is a GPU at all.
     Cuda::open().map_err(Failure::fault)?;
     let ranks = file.program.ranks();
-    let seat = Seat::find(|name| std::env::var(name).ok(), ranks)?;
-    let mut gpu = Gpu::open(seat.local, timeout).map_err(Failure::fault)?;
+    let process = Process::find(|name| std::env::var(name).ok(), ranks)?;
+    let mut gpu = Gpu::open(process.local, timeout).map_err(Failure::fault)?;
     if ranks > 1 {
-        let made = if seat.rank == 0 { unique_id().map_err(Failure::fault)? } else { UniqueId([0; 128]) };
-        let id = seat.share(plan, timeout, || made.0).map_err(Failure::fault)?;
-        gpu.join(UniqueId(id), seat.rank, ranks).map_err(Failure::fault)?;
+        let made = if process.rank == 0 { unique_id().map_err(Failure::fault)? } else { UniqueId([0; 128]) };
+        let id = process.share(plan, timeout, made.0).map_err(Failure::fault)?;
+        gpu.join(UniqueId(id), process.rank, ranks).map_err(Failure::fault)?;
     }
-    let made = Session::new(file.graph.clone(), file.program.clone(), vec![(seat.rank, gpu)], args.decay.groups());
+    let made = Session::new(file.graph.clone(), file.program.clone(), vec![(process.rank, gpu)], args.decay.groups());
     let mut session = made.map_err(Failure::fault)?;
     match weights {
         None => session.initialise(seed).map_err(Failure::fault)?,
         Some(weights) => {
-            let read: std::result::Result<Vec<_>, _> = file.graph.params.ids().map(|p| weights.param::<f64>(&file.graph, p)).collect();
-            let mut params: Table<ParamId, Vec<f64>> = read?.into_iter().collect();
+            let mut params = read_weights(weights, &file.graph)?;
             session.load(Role::Param, |p| std::mem::take(&mut params[p])).map_err(Failure::fault)?;
         }
     }
-    // The first rank of the stage that makes the loss.
-    let tells = file.program.stages.iter().position(|s| s.accumulates(Scalar::Loss).is_some()).map(|s| s as u64 * file.program.mesh.ranks());
-    let tells = tells == Some(seat.rank);
+    let stage = file.program.stages.iter().position(|s| s.accumulates(Scalar::Loss).is_some()).map(|s| s as u64);
+    let has_loss = stage == Some(process.rank / file.program.mesh.ranks());
+    let tells = has_loss && process.rank.is_multiple_of(file.program.mesh.ranks());
     let tokens = (file.plan.batch() * file.seq) as f64;
     let targets = feed.targets() as f64;
     let mut batches = Batches::start(&Arc::new(feed), 0)?;
     let mut took = 0.0;
     for step in 0..args.steps {
-        let (_, batch) = batches.take().map_err(Failure::fault)?;
+        let (sequences, batch) = batches.take().map_err(Failure::fault)?;
         let scalars = StepScalars::new(hyper(args, file, step), step + 1, 1.0 / targets);
         let result = session.step(&scalars, &batch).map_err(Failure::fault)?;
         took += result.seconds;
-        if !tells {
-            continue;
+        if let Some(what) = not_finite(has_loss.then_some(result.loss), result.grad_norm) {
+            return Err(Failure::fault(anyhow!("{what} of step {step}; its state was not saved")));
         }
-        let rate = tokens / result.seconds;
-        if args.json {
-            let (loss, norm) = (result.loss, result.grad_norm);
-            output::say!("{}", json!({ "step": step, "loss": loss, "grad_norm": norm, "seconds": result.seconds, "tokens_per_second": rate }));
-        } else {
-            let norm = result.grad_norm.map_or(String::new(), |n| format!("  grad norm {n:8.4}"));
-            output::say!("step {step:5}  loss {:.5}{norm}  {:>9}  {rate:.0} tokens/s", result.loss, seconds(result.seconds));
+        if tells {
+            output::say!("{}", line(args.json, step, sequences, tokens, &result, None));
         }
     }
     if let Some(path) = &args.save {
         let role = if file.plan.compute == DType::Bf16 { Role::Master } else { Role::Param };
-        save(args, path, file, weights, session.gather(role).map_err(Failure::fault)?)?;
+        save_weights(args, path, file, weights, &session.gather(role).map_err(Failure::fault)?)?;
     }
     if tells && !args.json {
         let arena = file.program.stages.iter().map(|s| s.arena_bytes).max().unwrap_or(0);
         output::say!("{} steps on {ranks} GPUs in {}, arena {} a rank at most", args.steps, seconds(took), gib(arena));
     }
     Ok(Outcome::Done)
-}
-
-fn save(args: &Args, path: &Path, file: &PlanFile, weights: Option<&Weights>, params: Table<ParamId, Vec<f64>>) -> Result<()> {
-    Ok(save_weights(args, path, file, weights, &params)?)
 }
 
 /// What ranks on GPUs do not do.

@@ -8,6 +8,7 @@ mod faults;
 mod settings;
 mod train;
 
+use super::output::seconds;
 use super::{Outcome, Result, args};
 use crate::checkpoint::writer::Mode;
 use crate::checkpoint::{self, Found};
@@ -16,11 +17,12 @@ use crate::export::{self, layout, weights as export_weights};
 use crate::feed::Feed;
 use crate::import::weights::Weights;
 use crate::planfile::PlanFile;
-use crate::runtime::LossScale;
+use crate::runtime::{LossScale, StepResult};
 use anyhow::{Context, anyhow, ensure};
 use clap::ValueEnum;
 use dplan_ir::dtype::DType;
 use dplan_ir::entity::{ParamId, Table};
+use dplan_ir::graph::Graph;
 use dplan_ir::verify;
 use faults::Planned;
 use settings::{Decay, LrSchedule};
@@ -267,4 +269,40 @@ fn save_weights(args: &Args, path: &Path, file: &PlanFile, from: Option<&Weights
         }
     };
     written.with_context(|| format!("{}: cannot write", path.display()))
+}
+
+/// Initial weights, whole: read before a session takes them, so that a bad file is told as such.
+fn read_weights(weights: &Weights, graph: &Graph) -> anyhow::Result<Table<ParamId, Vec<f64>>> {
+    let read: std::result::Result<Vec<_>, _> = graph.params.ids().map(|p| weights.param::<f64>(graph, p)).collect();
+    Ok(read?.into_iter().collect())
+}
+
+/// What is said of a step of so many tokens, whose data begins at sequence `data`, `scaled` by so much.
+fn line(json: bool, step: u64, data: u64, tokens: f64, result: &StepResult, scaled: Option<LossScale>) -> String {
+    let rate = tokens / result.seconds;
+    let overflow = result.grad_norm.is_some_and(|n| !n.is_finite());
+    if json {
+        let (loss, norm) = (result.loss, result.grad_norm.filter(|_| !overflow));
+        let mut line = serde_json::json!({ "step": step, "loss": loss, "grad_norm": norm, "seconds": result.seconds, "tokens_per_second": rate, "sequences": data });
+        if let Some(scale) = scaled {
+            line["loss_scale"] = serde_json::json!(scale.value());
+            line["overflow"] = serde_json::json!(overflow);
+        }
+        return line.to_string();
+    }
+    let norm = match (result.grad_norm, scaled) {
+        (Some(_), Some(scale)) if overflow => format!("  skipped: gradients overflow at loss scale {}", scale.value()),
+        (Some(n), _) => format!("  grad norm {n:8.4}"),
+        (None, _) => String::new(),
+    };
+    format!("step {step:5}  loss {:.5}{norm}  {:>9}  {rate:.0} tokens/s", result.loss, seconds(result.seconds))
+}
+
+/// What a step shows that cannot be trained on. A rank that is not at the end of the model has no loss.
+fn not_finite(loss: Option<f64>, norm: Option<f64>) -> Option<String> {
+    if let Some(loss) = loss.filter(|l| !l.is_finite()) {
+        return Some(format!("the loss is {loss}: that"));
+    }
+    let norm = norm.filter(|n| !n.is_finite())?;
+    Some(format!("the gradient norm is {norm}: that"))
 }

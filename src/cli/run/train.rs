@@ -5,14 +5,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
-use dplan_ir::entity::{ParamId, Table};
 use dplan_ir::optimizer::StepScalars;
 use dplan_ir::program::Role;
 use serde_json::json;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::settings::hyper;
-use super::{Args, OnFailure, faults, save, save_weights};
+use super::{Args, OnFailure, faults, line, not_finite, read_weights, save, save_weights};
 use crate::checkpoint::read::Expected;
 use crate::checkpoint::store::About;
 use crate::checkpoint::writer::Saved;
@@ -24,7 +23,7 @@ use crate::export::profile::{Recorded, chrome};
 use crate::feed::{Batches, Feed};
 use crate::import::weights::Weights;
 use crate::planfile::PlanFile;
-use crate::runtime::loss_scale::{self, LossScale};
+use crate::runtime::loss_scale;
 use crate::runtime::watch::{Difference, Image, Replicas};
 use crate::runtime::{Batch, Options, Recording, RuntimeError, Session, StepResult};
 
@@ -124,10 +123,7 @@ impl Run {
         let Some(weights) = &self.weights else {
             return session.initialise(self.seed).map_err(Failure::fault);
         };
-        // Read before the session takes them, so that a bad file is told as such.
-        let graph = &self.file.graph;
-        let read: std::result::Result<Vec<_>, _> = graph.params.ids().map(|p| weights.param::<f64>(graph, p)).collect();
-        let mut params: Table<ParamId, Vec<f64>> = read?.into_iter().collect();
+        let mut params = read_weights(weights, &self.file.graph)?;
         session.load(Role::Param, |p| std::mem::take(&mut params[p])).map_err(Failure::fault)
     }
 
@@ -197,7 +193,7 @@ impl Run {
             self.losses = Some((self.losses.map_or(result.loss, |l| l.0), result.loss));
             let scale = at.position.loss_scale;
             let scaled = self.file.plan.compute.scales_loss();
-            let outcome = match not_finite(&result) {
+            let outcome = match not_finite(Some(result.loss), result.grad_norm) {
                 None => loss_scale::Outcome::Finite,
                 // The update was left out, and the next is tried with a smaller scale.
                 Some(_) if scaled && result.loss.is_finite() && scale.can_fall() => loss_scale::Outcome::Overflow,
@@ -207,7 +203,7 @@ impl Run {
                 at.position.loss_scale = scale.after(outcome, self.args.loss_scale_window);
             }
             at.position.updates += u64::from(outcome == loss_scale::Outcome::Finite);
-            self.line(step, data, &result, scaled.then_some(scale))
+            line(self.args.json, step, data, self.tokens(), &result, scaled.then_some(scale))
         };
         at.position.step += 1;
         at.position.sequences = data + self.feed.sequences();
@@ -355,28 +351,6 @@ impl Run {
         }
     }
 
-    /// What is said of a step, `scaled` by so much.
-    fn line(&self, step: u64, data: u64, result: &StepResult, scaled: Option<LossScale>) -> String {
-        let rate = self.tokens() / result.seconds;
-        let overflow = result.grad_norm.is_some_and(|n| !n.is_finite());
-        if self.args.json {
-            let (loss, norm) = (result.loss, result.grad_norm.filter(|_| !overflow));
-            let mut line =
-                json!({ "step": step, "loss": loss, "grad_norm": norm, "seconds": result.seconds, "tokens_per_second": rate, "sequences": data });
-            if let Some(scale) = scaled {
-                line["loss_scale"] = json!(scale.value());
-                line["overflow"] = json!(overflow);
-            }
-            return line.to_string();
-        }
-        let norm = match (result.grad_norm, scaled) {
-            (Some(_), Some(scale)) if overflow => format!("  skipped: gradients overflow at loss scale {}", scale.value()),
-            (Some(n), _) => format!("  grad norm {n:8.4}"),
-            (None, _) => String::new(),
-        };
-        format!("step {step:5}  loss {:.5}{norm}  {:>9}  {rate:.0} tokens/s", result.loss, seconds(result.seconds))
-    }
-
     /// Of a step.
     fn tokens(&self) -> f64 {
         (self.file.plan.batch() * self.file.seq) as f64
@@ -412,14 +386,6 @@ impl Run {
         }
         Ok(Outcome::Done)
     }
-}
-
-fn not_finite(result: &StepResult) -> Option<String> {
-    if !result.loss.is_finite() {
-        return Some(format!("the loss is {}: that", result.loss));
-    }
-    let norm = result.grad_norm.filter(|n| !n.is_finite())?;
-    Some(format!("the gradient norm is {norm}: that"))
 }
 
 fn whose(difference: &Difference) -> String {

@@ -4,12 +4,12 @@
 //! have come with the same hash, each gets the message (NCCL's id), else each gets what is wrong. So different plans end a job in seconds, before anything hangs.
 
 use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
 /// Which rank of how many this process is.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Seat {
+pub struct Process {
     pub rank: u64,
     pub ranks: u64,
     /// Which GPU of this machine is its own.
@@ -51,12 +51,12 @@ const LAUNCHERS: [[&str; 4]; 3] = [
 const PORT_AFTER: u16 = 1;
 const DEFAULT_PORT: u16 = 29_500;
 
-impl Seat {
+impl Process {
     /// From the environment; alone if no launcher started this process.
     ///
     /// # Errors
     /// What the launcher said that cannot be, or does not fit a plan of `expected` ranks.
-    pub fn find(variable: impl Fn(&str) -> Option<String>, expected: u64) -> Result<Seat, StartError> {
+    pub fn find(variable: impl Fn(&str) -> Option<String>, expected: u64) -> Result<Process, StartError> {
         let number = |name: &'static str| -> Result<Option<u64>, StartError> {
             variable(name).map(|v| v.trim().parse().map_err(|_| StartError::Number { variable: name, found: v.clone() })).transpose()
         };
@@ -72,17 +72,28 @@ impl Seat {
                 None if ranks == 1 || together == Some(ranks) => "127.0.0.1".into(),
                 None => return Err(StartError::Address),
             };
-            return Ok(Seat { rank, ranks, local, address: format!("{host}:{port}") });
+            return Ok(Process { rank, ranks, local, address: format!("{host}:{port}") });
         }
-        if expected == 1 { Ok(Seat { rank: 0, ranks: 1, local: 0, address: String::new() }) } else { Err(StartError::Alone(expected)) }
+        if expected == 1 { Ok(Process { rank: 0, ranks: 1, local: 0, address: String::new() }) } else { Err(StartError::Alone(expected)) }
     }
 
-    /// Gives every rank the `message` of rank 0, the only one that makes it, once all have come with the same plan.
+    /// Gives every rank the `message` of rank 0 (that of others is not looked at), once all have come with the same plan.
     ///
     /// # Errors
     /// If somebody does not come, or has another plan.
-    pub fn share<const N: usize>(&self, plan: u64, timeout: Duration, message: impl FnOnce() -> [u8; N]) -> Result<[u8; N], StartError> {
-        if self.rank == 0 { self.give(plan, timeout, message()) } else { self.take(plan, timeout) }
+    pub fn share<const N: usize>(&self, plan: u64, timeout: Duration, message: [u8; N]) -> Result<[u8; N], StartError> {
+        if self.rank == 0 { self.give(plan, timeout, message) } else { self.take(plan, timeout) }
+    }
+
+    /// Where rank 0 listens: on all of its addresses, since its own name may mean another to itself (often a loopback address) than to others; on a loopback address alone if
+    /// that is what all are told.
+    fn listens(&self) -> std::io::Result<Vec<SocketAddr>> {
+        let (host, port) = self.address.rsplit_once(':').unwrap_or((&self.address, ""));
+        let loopback = host == "localhost" || host.trim_matches(['[', ']']).parse().is_ok_and(|ip: IpAddr| ip.is_loopback());
+        match port.parse::<u16>() {
+            Ok(port) if !loopback => Ok(vec![(Ipv6Addr::UNSPECIFIED, port).into(), (Ipv4Addr::UNSPECIFIED, port).into()]),
+            _ => Ok(self.address.to_socket_addrs()?.collect()),
+        }
     }
 
     fn give<const N: usize>(&self, plan: u64, timeout: Duration, message: [u8; N]) -> Result<[u8; N], StartError> {
@@ -90,7 +101,7 @@ impl Seat {
         if self.ranks == 1 {
             return Ok(message);
         }
-        let listener = TcpListener::bind(&self.address[..]).map_err(failed)?;
+        let listener = TcpListener::bind(&self.listens().map_err(failed)?[..]).map_err(failed)?;
         listener.set_nonblocking(true).map_err(failed)?;
         let begin = Instant::now();
         let mut come: Vec<Option<TcpStream>> = (0..self.ranks).map(|_| None).collect();
@@ -158,14 +169,14 @@ impl Seat {
 mod tests {
     use super::*;
 
-    fn find(variables: &[(&str, &str)], expected: u64) -> Result<Seat, StartError> {
-        Seat::find(|name| variables.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_string()), expected)
+    fn find(variables: &[(&str, &str)], expected: u64) -> Result<Process, StartError> {
+        Process::find(|name| variables.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_string()), expected)
     }
 
     #[test]
     fn launchers_are_understood() {
         let torchrun = [("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1"), ("MASTER_ADDR", "node0"), ("MASTER_PORT", "1234")];
-        assert_eq!(find(&torchrun, 8).unwrap(), Seat { rank: 5, ranks: 8, local: 1, address: "node0:1235".into() });
+        assert_eq!(find(&torchrun, 8).unwrap(), Process { rank: 5, ranks: 8, local: 1, address: "node0:1235".into() });
         let mpirun =
             [("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "2"), ("OMPI_COMM_WORLD_LOCAL_RANK", "1"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "2")];
         assert_eq!(find(&mpirun, 2).unwrap().address, "127.0.0.1:29501");
@@ -176,14 +187,27 @@ mod tests {
         assert_eq!(find(&[], 1).unwrap().ranks, 1);
     }
 
+    /// A machine's own name often means a loopback address to itself, where nobody else reaches it.
+    #[test]
+    fn rank_0_listens_where_others_reach_it() {
+        let listens = |address: &str| Process { rank: 0, ranks: 2, local: 0, address: address.into() }.listens().unwrap();
+        let all = ["[::]:29501", "0.0.0.0:29501"].map(|a| a.parse::<SocketAddr>().unwrap());
+        for host in ["node0", "10.0.0.7"] {
+            assert_eq!(listens(&format!("{host}:29501")), all);
+        }
+        for host in ["127.0.0.1", "127.0.1.1", "localhost", "[::1]"] {
+            assert!(listens(&format!("{host}:29501")).iter().all(|a| a.ip().is_loopback()), "{host}");
+        }
+    }
+
     /// What each of three ranks with these plans gets.
     fn share(plans: [u64; 3]) -> Vec<Result<[u8; 4], StartError>> {
         let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
-        let seat = |rank: u64| Seat { rank, ranks: 3, local: rank, address: free.clone() };
+        let process = |rank: u64| Process { rank, ranks: 3, local: rank, address: free.clone() };
         std::thread::scope(|scope| {
             let one = |(rank, plan): (u64, u64)| {
-                let seat = seat(rank);
-                scope.spawn(move || seat.share(plan, Duration::from_secs(10), || *b"here"))
+                let process = process(rank);
+                scope.spawn(move || process.share(plan, Duration::from_secs(10), *b"here"))
             };
             let threads: Vec<_> = (0..3).zip(plans).map(one).collect();
             threads.into_iter().map(|t| t.join().unwrap()).collect()

@@ -1,7 +1,9 @@
 //! A stage's program as one rank sees it: where a buffer lies, what it holds, whom a collective meets.
 
+use std::ops::Range;
+
 use dplan_ir::dtype::DType;
-use dplan_ir::entity::{BufferId, NodeId, ValueId};
+use dplan_ir::entity::{BufferId, NodeId, ParamId, ValueId};
 use dplan_ir::extent::{OpContext, Seat, context};
 use dplan_ir::graph::{Graph, Layout, Node};
 use dplan_ir::mesh::AxisSet;
@@ -129,6 +131,18 @@ impl<'a> View<'a> {
         }
         let (outer, row) = dims.split_at(dim as usize);
         Ok([outer.iter().product(), row.iter().product()])
+    }
+    /// The elements of a flat buffer, in stretches of parameters that `pulled` says the same of.
+    ///
+    /// # Errors
+    /// If the buffer is not flat.
+    pub fn stretches(&self, id: BufferId, pulled: impl Fn(ParamId) -> bool) -> Result<Vec<(Range<usize>, bool)>, String> {
+        let buffer = self.buffer(id)?;
+        let Content::Flat { bucket, pieces, .. } = buffer.content else { return Err(format!("{id} is no flat buffer")) };
+        let bucket = self.of_stage().buckets.get(bucket).ok_or_else(|| format!("{bucket} does not exist"))?;
+        let mesh = &self.program.mesh;
+        let start = mesh.position(self.local_rank, pieces) * (bucket.elems / mesh.size(pieces));
+        Ok(bucket.stretches(start, buffer.bytes / buffer.dtype.size(), pulled))
     }
     /// Ranks of the whole program that a collective of this rank meets, in group order.
     pub fn group(&self, axes: AxisSet, stages: &[u32]) -> Vec<u64> {

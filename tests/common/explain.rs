@@ -1,7 +1,9 @@
 //! Which instruction of a program each call of a rank's step is for.
 
-use dplan::runtime::cuda::load::{Action, Code};
+use dplan::runtime::cuda::load::{Action, Code, Primitive, Reduction};
 use dplan_ir::program::{Instr, Pattern, Program, Stream};
+use dplan_ir::sharding::Monoid;
+use dplan_kernels::cuda::SCALAR_BYTES;
 
 use super::recording::Call;
 
@@ -15,7 +17,7 @@ pub fn explain(program: &Program, code: &Code, log: &[Call]) -> Result<(), Strin
     let mut calls = Calls(log.iter());
     // The step's scalars, then every stream after them.
     let call = calls.next("the scalars")?;
-    expect(matches!(call, Call::CopyIn { bytes: 88, stream: 0, .. }), call, "the scalars' copy")?;
+    expect(matches!(call, Call::CopyIn { bytes: SCALAR_BYTES, stream: 0, .. }), call, "the scalars' copy")?;
     let call = calls.next("the first record")?;
     expect(*call == Call::Record { event: 0, stream: 0 }, call, "the record that begins the step")?;
     for stream in 1..STREAMS {
@@ -43,13 +45,12 @@ pub fn explain(program: &Program, code: &Code, log: &[Call]) -> Result<(), Strin
                     }
                     calls.launches(&entries, on, &what)?;
                 }
-                Instr::Collective { pattern, .. } => {
+                Instr::Collective { pattern, axes, stages, monoid, src, dst, .. } => {
                     let Action::Collective(c) = action else { return Err(format!("{action:?} {what}")) };
                     let before = c.before.as_ref().map_or(0, |r| r.launches.len());
                     calls.launches(&entries[..before], on, &what)?;
                     let call = calls.next(&what)?;
-                    let Call::Exchange { members, elems, stream, .. } = call else { return Err(format!("{call:?} {what}")) };
-                    let Instr::Collective { axes, stages, src, dst, .. } = &instr.instr else { unreachable!("matched") };
+                    let Call::Exchange { members, primitive, elems, stream } = call else { return Err(format!("{call:?} {what}")) };
                     let locals = program.mesh.group(code.local_rank, *axes);
                     let stages = if stages.is_empty() { vec![code.stage as u32] } else { stages.clone() };
                     let group: Vec<u64> = stages.iter().flat_map(|s| locals.iter().map(move |r| u64::from(*s) * program.mesh.ranks() + r)).collect();
@@ -58,7 +59,8 @@ pub fn explain(program: &Program, code: &Code, log: &[Call]) -> Result<(), Strin
                         Pattern::AllReduce | Pattern::AllGather => bytes(src),
                         Pattern::ReduceScatter => bytes(dst),
                     };
-                    let right = *members == group && *stream == on && elems * stage.buffers[*src].dtype.size() == counted;
+                    let wanted = *primitive == self::primitive(*pattern, *monoid)?;
+                    let right = wanted && *members == group && *stream == on && elems * stage.buffers[*src].dtype.size() == counted;
                     expect(right, call, &what)?;
                     calls.launches(&entries[before..], on, &what)?;
                 }
@@ -108,6 +110,18 @@ pub fn explain(program: &Program, code: &Code, log: &[Call]) -> Result<(), Strin
         return Err(format!("after the last instruction: {rest:?}, {end:?}"));
     }
     Ok(())
+}
+
+/// What NCCL is asked for. It knows no log-sum-exp: kernels do that with what all gathered.
+fn primitive(pattern: Pattern, monoid: Monoid) -> Result<Primitive, String> {
+    Ok(match (pattern, monoid) {
+        (Pattern::AllGather, _) | (Pattern::AllReduce, Monoid::LogSumExp) => Primitive::AllGather,
+        (Pattern::AllReduce, Monoid::Sum) => Primitive::AllReduce(Reduction::Sum),
+        (Pattern::AllReduce, Monoid::Max) => Primitive::AllReduce(Reduction::Max),
+        (Pattern::ReduceScatter, Monoid::Sum) => Primitive::ReduceScatter(Reduction::Sum),
+        (Pattern::ReduceScatter, Monoid::Max) => Primitive::ReduceScatter(Reduction::Max),
+        (Pattern::ReduceScatter, Monoid::LogSumExp) => return Err("a log-sum-exp is scattered".into()),
+    })
 }
 
 /// What is left of a log.

@@ -10,8 +10,9 @@ use std::rc::Rc;
 
 use dplan::runtime::cuda::driver::{Access, Address, Communicator, Driver, DriverError, Event, Exchange, Kernel, Pinned, Queue, Rows, Value};
 use dplan::runtime::cuda::load::{Primitive, Reduction};
-use dplan::runtime::cuda::numbers::{decode, encode};
+use dplan::safetensors::{decode, encode};
 use dplan_ir::dtype::DType;
+use dplan_ir::init;
 use dplan_kernels::cuda::Launch;
 use dplan_kernels::shim::{Library, Operand};
 
@@ -100,6 +101,14 @@ struct Device {
     communicators: Vec<usize>,
 }
 
+impl Device {
+    fn end(&mut self, communicator: Communicator) {
+        let held = self.communicators.len();
+        self.communicators.retain(|&c| c != communicator.0 as usize);
+        assert_eq!(self.communicators.len() + 1, held, "ended twice");
+    }
+}
+
 /// Bytes at a multiple of 256.
 struct Block {
     _words: Vec<u8>,
@@ -169,10 +178,8 @@ impl World {
     }
 
     fn below(&mut self, n: usize) -> usize {
-        self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.random ^ (self.random >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ (z >> 31)) % n as u64) as usize
+        self.random += 1;
+        (init::mix(self.random) % n as u64) as usize
     }
 
     /// Does everything that is queued anywhere.
@@ -313,16 +320,15 @@ fn sizes(e: &Exchange, members: u64) -> (u64, u64) {
 
 /// In group order, starting from the first, each step rounded to the type.
 fn reduce(all: &[Vec<u8>], dtype: DType, how: Reduction) -> Vec<u8> {
-    let size = dtype.size() as usize;
     let mut sum = all[0].clone();
     for other in &all[1..] {
-        for (s, o) in sum.chunks_exact_mut(size).zip(other.chunks_exact(size)) {
-            let (x, y) = (decode(s, dtype), decode(o, dtype));
+        for at in 0..sum.len() / dtype.size() as usize {
+            let (x, y) = (decode(dtype, &sum, at), decode(dtype, other, at));
             let z = match how {
                 Reduction::Sum => x + y,
                 Reduction::Max => x.max(y),
             };
-            encode(z, dtype, s);
+            encode(dtype, z, &mut sum, at);
         }
     }
     sum
@@ -469,7 +475,8 @@ impl Driver for Recorder {
     }
     fn launch(&mut self, kernel: Kernel, launch: &Launch, args: &[Value], stream: Queue) -> Result<(), DriverError> {
         self.call(Call::Launch { entry: launch.entry, stream: stream.0 as usize }, "cuLaunchKernel")?;
-        let same = self.device(|d| d.kernels[kernel.0 as usize].as_ref().is_some_and(|k| (&k.text, k.entry) == (&launch.text, launch.entry)));
+        let as_loaded = |k: &Launch| (&k.text, k.entry, k.shared) == (&launch.text, launch.entry, launch.shared);
+        let same = self.device(|d| d.kernels[kernel.0 as usize].as_ref().is_some_and(as_loaded));
         assert!(same, "{} is launched as another kernel", launch.entry);
         self.queue(stream, Op::Launch(Box::new(launch.clone()), args.to_vec()));
         Ok(())
@@ -516,10 +523,17 @@ impl Driver for Recorder {
         Ok(Some(Communicator(at as u64)))
     }
     fn leave(&mut self, communicator: Communicator) -> Result<(), DriverError> {
-        self.give_back("communicator", |d| d.communicators.retain(|&c| c != communicator.0 as usize))
+        {
+            let world = self.world.borrow();
+            let group = &world.groups[communicator.0 as usize];
+            let position = group.members.iter().position(|&m| m == self.rank).expect("a member");
+            assert_eq!(group.issued[position], group.done, "{:?} is left by rank {} in the middle of a call", group.members, self.rank);
+            assert!(!world.devices[self.rank as usize].failed, "rank {} failed, and waits for its peers to leave", self.rank);
+        }
+        self.give_back("communicator", |d| d.end(communicator))
     }
     fn abort(&mut self, communicator: Communicator) -> Result<(), DriverError> {
-        self.leave(communicator)
+        self.give_back("communicator, aborted", |d| d.end(communicator))
     }
     fn exchange(&mut self, communicator: Communicator, what: Exchange, stream: Queue) -> Result<(), DriverError> {
         let members = self.members(communicator);

@@ -3,6 +3,7 @@
 use super::*;
 use dplan_ir::extent::Extent;
 use dplan_ir::graph::Layout;
+use dplan_ir::init;
 use dplan_ir::interp::{Tensor, op::eval};
 use dplan_ir::op::{Activation, Attention, Correction, GroupScore, Groups, Mask, Pairs, Renormalize, Rope, Rotation, Router, Score, Spec};
 use dplan_ir::order::Order;
@@ -148,10 +149,9 @@ struct Random(u64);
 
 impl Random {
     fn next(&mut self) -> u64 {
+        let number = init::mix(self.0);
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        number
     }
     fn uniform(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1u64 << 53) as f64

@@ -124,8 +124,11 @@ pub enum PrepareError {
     Sizes(String),
 }
 
+pub type Scalars = [f64; 11];
+pub const SCALAR_BYTES: u64 = size_of::<Scalars>() as u64;
+
 /// The step scalars as kernels read them, in double: loss divisor, lr, β₁, β₂, ε, weight decay, momentum, clip, 1 − β₁ᵗ, √(1 − β₂ᵗ), loss scale.
-pub fn scalars(at: &dplan_ir::optimizer::StepScalars) -> [f64; 11] {
+pub fn scalars(at: &dplan_ir::optimizer::StepScalars) -> Scalars {
     let (h, t) = (&at.hyper, i32::try_from(at.step).unwrap_or(i32::MAX));
     let clip = if h.clip.is_finite() { h.clip } else { f64::MAX };
     let corrections = [1.0 - h.beta1.powi(t), (1.0 - h.beta2.powi(t)).sqrt()];

@@ -4,6 +4,7 @@
 use dplan_ir::dtype::DType;
 use dplan_ir::extent::{Extent, OpContext};
 use dplan_ir::graph::Layout;
+use dplan_ir::init;
 use dplan_ir::interp::{Tensor, op::eval};
 use dplan_ir::op::{Op, Spec};
 use dplan_ir::order::Order;
@@ -19,10 +20,9 @@ pub struct Random(pub u64);
 
 impl Random {
     pub fn next(&mut self) -> u64 {
+        let number = init::mix(self.0);
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        number
     }
     pub fn below(&mut self, n: u64) -> u64 {
         self.next() % n

@@ -11,7 +11,7 @@ use dplan_ir::entity::{BufferId, NodeId, ParamId, SegmentId, Table};
 use dplan_ir::graph::Graph;
 use dplan_ir::mesh::AxisSet;
 use dplan_ir::optimizer::{DecayGroups, Optimizer, decays};
-use dplan_ir::program::{Channel, Content, Instr, Pattern, Program, Stream, Write};
+use dplan_ir::program::{Channel, Instr, Pattern, Program, Stream, Write};
 use dplan_kernels::cpu::Kernel;
 
 use super::arena::Slot;
@@ -309,27 +309,13 @@ impl Loader<'_> {
                 if let Some(param) = param.filter(|p| p.elems() != state.elems()) {
                     return Err(format!("{} parameters of {} states", param.elems(), state.elems()));
                 }
-                let stretches = self.stretches(*at, &state);
+                let stretches = self.view.stretches(*at, |p| self.decays[p])?;
                 Action::Update { optimizer, state, grad, moments, param, scale: scale.map(|s| self.float(s)).transpose()?, stretches }
             }
             Instr::Record(event) | Instr::Wait(event) if event.0 >= self.view.of_stage().events => return Err(format!("{event} does not exist")),
             Instr::Record(_) => Action::Record,
             Instr::Wait(_) => Action::Wait,
         })
-    }
-
-    /// The elements of a flat buffer, and whether weight decay pulls them.
-    fn stretches(&self, buffer: BufferId, slot: &Slot) -> Vec<(Range<usize>, bool)> {
-        let len = slot.elems();
-        let View { program, local_rank, .. } = self.view;
-        let of_stage = self.view.of_stage();
-        match of_stage.buffers[buffer].content {
-            Content::Flat { bucket, pieces, .. } => {
-                let start = program.mesh.position(local_rank, pieces) * len as u64;
-                of_stage.buckets[bucket].stretches(start, len as u64, |p| self.decays[p])
-            }
-            _ => vec![(0..len, true)],
-        }
     }
 
     fn run(&mut self, node: NodeId, ins: &[BufferId], outs: &[BufferId], scratch: Option<BufferId>, write: Write) -> Result<Action, String> {

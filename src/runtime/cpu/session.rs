@@ -8,7 +8,6 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use dplan_ir::dtype::DType;
 use dplan_ir::entity::{ParamId, Table};
 use dplan_ir::graph::Graph;
 use dplan_ir::init;
@@ -21,7 +20,8 @@ use super::arena::{Arena, Slot};
 use super::executor::{Executor, Poisoned, Seen, World, scalar};
 use super::load::{Action, Code, Item, Loaded, load};
 use super::state::{self, Holding, Which};
-use crate::runtime::{Batch, Options, RankMemory, Rehearsal, Rows, RuntimeError, Span, Stall, StepResult};
+use crate::runtime::batch::input_elems;
+use crate::runtime::{Batch, Options, RankMemory, Rehearsal, RuntimeError, Span, Stall, StepResult};
 
 /// A rank that waits looks at its queues more often than this, also on a machine that is busy.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -135,12 +135,7 @@ impl Session {
     }
     /// Elements that [`Batch::inputs`] holds for each input of the graph.
     pub fn input_elems(&self) -> impl Iterator<Item = usize> {
-        self.graph.inputs.iter().map(|&v| {
-            let dims = &self.graph.values[v].ty.dims;
-            let one: u64 = dims.iter().map(|&d| self.graph.size(d)).product();
-            let repeats = if dims.iter().any(|&d| Some(d) == self.graph.batch) { self.program.micro_batches } else { 1 };
-            (one * repeats) as usize
-        })
+        input_elems(&self.graph, self.program.micro_batches)
     }
 
     /// Sets every parameter to its deterministic initial value.
@@ -236,7 +231,7 @@ impl Session {
     /// If the inputs have the wrong size, a rank fails, or nobody gets further. After the latter two the session has ended.
     pub fn step(&mut self, scalars: &StepScalars, batch: &Arc<Batch>) -> Result<StepResult, RuntimeError> {
         self.idle()?;
-        self.check(batch)?;
+        batch.check(&self.graph, self.program.micro_batches)?;
         let started = Instant::now();
         let shared = &*self.shared;
         let ranks = shared.world.ranks.len();
@@ -377,21 +372,6 @@ impl Session {
 
     fn idle(&self) -> Result<(), RuntimeError> {
         if self.shared.world.poisoned.load(Ordering::SeqCst) { Err(RuntimeError::Ended) } else { Ok(()) }
-    }
-
-    fn check(&self, batch: &Batch) -> Result<(), RuntimeError> {
-        for (at, expected) in self.input_elems().enumerate() {
-            let value = &self.graph.values[self.graph.inputs[at]];
-            let found = match (batch.inputs.get(at), value.ty.dtype) {
-                (Some(Rows::Tokens(t)), DType::I32) => t.len(),
-                (Some(Rows::Values(v)), DType::F32 | DType::F64) => v.len(),
-                _ => 0,
-            };
-            if found != expected {
-                return Err(RuntimeError::Input { input: value.name.clone(), found, expected });
-            }
-        }
-        Ok(())
     }
 }
 

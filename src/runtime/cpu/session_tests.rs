@@ -1,8 +1,9 @@
 //! Sessions on programs written by hand: what the runtime does on its own, whatever lowers programs.
 
 use super::*;
-use crate::runtime::Order;
+use crate::runtime::{Order, Rows};
 use dplan_ir::build::Builder;
+use dplan_ir::dtype::DType;
 use dplan_ir::entity::{BucketId, BufferId, EventId, SegmentId};
 use dplan_ir::grad::differentiate;
 use dplan_ir::graph::{Init, Phase};

@@ -18,6 +18,29 @@ pub enum Family {
 }
 
 impl Family {
+    /// The family that an instruction of a stage meets in; `None` if it meets nobody.
+    pub fn of(instr: &Instr, stage: u32) -> Option<Family> {
+        match instr {
+            Instr::Collective { axes, stages, .. } => match &stages[..] {
+                [] => Some(Family::Axes(*axes)),
+                [one] if *one == stage => Some(Family::Axes(*axes)),
+                _ => Some(Family::Stages(*axes, stages.clone())),
+            },
+            Instr::Send { to, channel, .. } => Some(Family::Pair { from: stage, to: *to, channel: *channel }),
+            Instr::Recv { from, channel, .. } => Some(Family::Pair { from: *from, to: stage, channel: *channel }),
+            Instr::Run { .. }
+            | Instr::Input { .. }
+            | Instr::Slice { .. }
+            | Instr::Copy { .. }
+            | Instr::Zero { .. }
+            | Instr::AddInto { .. }
+            | Instr::SquareSum { .. }
+            | Instr::ClipScale { .. }
+            | Instr::Update { .. }
+            | Instr::Record(_)
+            | Instr::Wait(_) => None,
+        }
+    }
     /// The group of a rank, in group order; `None` if it has none.
     pub fn members(&self, program: &Program, rank: u64) -> Option<Vec<u64>> {
         let ranks = program.mesh.ranks();
@@ -35,41 +58,12 @@ impl Family {
     }
 }
 
-impl Family {
-    /// The channel of messages; none for collectives.
-    pub fn channel(&self) -> Option<Channel> {
-        match self {
-            Family::Axes(_) | Family::Stages(..) => None,
-            Family::Pair { channel, .. } => Some(*channel),
-        }
-    }
-}
-
 /// The families of a program, in the order in which every rank makes them.
 pub fn families(program: &Program) -> Vec<Family> {
     let mut families: Vec<Family> = Vec::new();
     for (stage, of_stage) in program.stages.iter().enumerate() {
         for issue in of_stage.segments.values().flat_map(|s| &s.body) {
-            let family = match &issue.instr {
-                Instr::Collective { axes, stages, .. } => match &stages[..] {
-                    [] => Family::Axes(*axes),
-                    [one] if *one as usize == stage => Family::Axes(*axes),
-                    _ => Family::Stages(*axes, stages.clone()),
-                },
-                Instr::Send { to, channel, .. } => Family::Pair { from: stage as u32, to: *to, channel: *channel },
-                Instr::Recv { from, channel, .. } => Family::Pair { from: *from, to: stage as u32, channel: *channel },
-                Instr::Run { .. }
-                | Instr::Input { .. }
-                | Instr::Slice { .. }
-                | Instr::Copy { .. }
-                | Instr::Zero { .. }
-                | Instr::AddInto { .. }
-                | Instr::SquareSum { .. }
-                | Instr::ClipScale { .. }
-                | Instr::Update { .. }
-                | Instr::Record(_)
-                | Instr::Wait(_) => continue,
-            };
+            let Some(family) = Family::of(&issue.instr, stage as u32) else { continue };
             if !families.contains(&family) {
                 families.push(family);
             }

@@ -7,11 +7,12 @@
 use dplan_ir::entity::{BufferId, EventId, ParamId, SegmentId, Table};
 use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::{DecayGroups, decays};
-use dplan_ir::program::{Channel, Content, Instr, Pattern, Program, Stream};
+use dplan_ir::program::{Instr, Pattern, Program, Stream};
 use dplan_ir::sharding::Monoid;
 use dplan_kernels::cuda::flat::{self, Way};
 use dplan_kernels::cuda::{Alignment, Descriptor, Routine, prepare};
 
+use super::groups::{Family, families};
 use crate::runtime::RuntimeError;
 use crate::runtime::block::Block;
 use crate::runtime::view::{Place, View};
@@ -55,10 +56,9 @@ pub enum Action {
 /// One side of a message between stages.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Transfer {
-    /// The sender, then the receiver.
-    pub members: Vec<u64>,
-    pub channel: Channel,
-    /// The other's position among them.
+    /// Which of [`Code::families`] the two meet in.
+    pub family: usize,
+    /// The other's position: the sender is 0, the receiver 1.
     pub peer: u64,
     pub place: Place,
 }
@@ -81,8 +81,8 @@ pub enum Primitive {
 
 #[derive(Clone, PartialEq, Debug)]
 pub struct Collective {
-    /// Ranks of the whole program, in group order.
-    pub members: Vec<u64>,
+    /// Which of [`Code::families`] the ranks meet in.
+    pub family: usize,
     pub primitive: Primitive,
     /// As the primitive counts them.
     pub elems: u64,
@@ -101,6 +101,8 @@ pub struct Code {
     pub rank: u64,
     pub stage: usize,
     pub local_rank: u64,
+    /// Of the whole program, in the order in which every rank makes them.
+    pub families: Vec<Family>,
     pub segments: Vec<Vec<(Stream, Action)>>,
     /// Working memory that the actions of each stream need at most, bytes.
     pub working: [u64; Stream::ALL.len()],
@@ -111,27 +113,28 @@ pub struct Code {
 /// # Errors
 /// What in the program no kernel and no collective does.
 pub fn load(graph: &Graph, program: &Program, stage: usize, local_rank: u64, decay: DecayGroups) -> Result<Code, RuntimeError> {
-    let of = Of { view: View { graph, program, stage, local_rank }, decays: decays(graph, decay) };
+    let of = Of { view: View { graph, program, stage, local_rank }, decays: decays(graph, decay), families: families(program) };
     let rank = stage as u64 * program.mesh.ranks() + local_rank;
-    let mut code = Code { rank, stage, local_rank, segments: Vec::new(), working: [0; Stream::ALL.len()] };
+    let (mut segments, mut working) = (Vec::new(), [0; Stream::ALL.len()]);
     for (id, segment) in program.stages[stage].segments.iter() {
         let mut actions = Vec::with_capacity(segment.body.len());
         for (at, issue) in segment.body.iter().enumerate() {
             let failed = |why| RuntimeError::Program { stage: stage as u32, at: place_of(program, stage, id, at), why };
             let action = action(&of, &issue.instr).map_err(failed)?;
-            let working = &mut code.working[issue.stream as usize];
+            let working: &mut u64 = &mut working[issue.stream as usize];
             *working = (*working).max(action.working_bytes());
             actions.push((issue.stream, action));
         }
-        code.segments.push(actions);
+        segments.push(actions);
     }
-    Ok(code)
+    Ok(Code { rank, stage, local_rank, families: of.families, segments, working })
 }
 
-/// Whose actions are made, and which parameters weight decay pulls.
+/// Whose actions are made, which parameters weight decay pulls, and how ranks meet.
 struct Of<'a> {
     view: View<'a>,
     decays: Table<ParamId, bool>,
+    families: Vec<Family>,
 }
 
 fn place_of(program: &Program, stage: usize, segment: SegmentId, at: usize) -> String {
@@ -199,19 +202,15 @@ fn action(of: &Of<'_>, instr: &Instr) -> Result<Action, String> {
             Action::Slice { src, dst, row, start: mesh.position(view.local_rank, *axes) * (row / ways), len: row / ways }
         }
         Instr::Collective { pattern, axes, stages, dim, monoid, src, dst } => {
-            let members = view.group(*axes, stages);
             let shape = match pattern {
                 Pattern::AllReduce | Pattern::ReduceScatter => view.shape(*src, *dim),
                 Pattern::AllGather => view.shape(*dst, *dim),
             };
-            Action::Collective(collective(*pattern, *monoid, members, shape, place(src)?, place(dst)?)?)
+            let ways = view.group(*axes, stages).len() as u64;
+            Action::Collective(collective(*pattern, *monoid, (of.family(instr)?, ways), shape, place(src)?, place(dst)?)?)
         }
-        Instr::Send { to, channel, src } => {
-            Action::Send(Transfer { members: pair(view, view.stage as u32, *to), channel: *channel, peer: 1, place: place(src)? })
-        }
-        Instr::Recv { from, channel, dst } => {
-            Action::Recv(Transfer { members: pair(view, *from, view.stage as u32), channel: *channel, peer: 0, place: place(dst)? })
-        }
+        Instr::Send { src, .. } => Action::Send(Transfer { family: of.family(instr)?, peer: 1, place: place(src)? }),
+        Instr::Recv { dst, .. } => Action::Recv(Transfer { family: of.family(instr)?, peer: 0, place: place(dst)? }),
         Instr::Copy { .. } => return Err("ranks on GPUs keep nothing on the host yet: compile with --pin offload=none".into()),
         Instr::Zero { dst } => Action::Zero { dst: place(dst)? },
         Instr::AddInto { src, dst } => {
@@ -229,7 +228,8 @@ fn action(of: &Of<'_>, instr: &Instr) -> Result<Action, String> {
         }
         Instr::Update { state, grad, moments, param, scale } => {
             let optimizer = view.program.optimizer.ok_or("the program has no optimizer")?;
-            let stretches = of.stretches(*state)?;
+            let stretches = view.stretches(*state, |p| of.decays[p])?;
+            let stretches: Vec<_> = stretches.into_iter().map(|(r, pulled)| (r.start as u64..r.end as u64, pulled)).collect();
             let (state, grad, moments) = (place(state)?, place(grad)?, places(moments)?);
             let (param, scale) = (param.as_ref().map(place).transpose()?, scale.as_ref().map(place).transpose()?);
             if moments.len() != optimizer.moments() {
@@ -257,32 +257,22 @@ fn action(of: &Of<'_>, instr: &Instr) -> Result<Action, String> {
 }
 
 impl Of<'_> {
-    /// The elements of a flat buffer in stretches that weight decay pulls, or does not.
-    fn stretches(&self, id: BufferId) -> Result<Vec<(std::ops::Range<u64>, bool)>, String> {
-        let (place, program) = (self.view.place(id)?, self.view.program);
-        let Content::Flat { bucket, pieces, .. } = self.view.buffer(id)?.content else { return Err(format!("{id} is no flat buffer")) };
-        let bucket = self.view.of_stage().buckets.get(bucket).ok_or_else(|| format!("{bucket} does not exist"))?;
-        let start = program.mesh.position(self.view.local_rank, pieces) * (bucket.elems / program.mesh.size(pieces));
-        let stretches = bucket.stretches(start, place.elems(), |p| self.decays[p]);
-        Ok(stretches.into_iter().map(|(r, pulled)| (r.start as u64..r.end as u64, pulled)).collect())
+    /// Which family an instruction meets in.
+    fn family(&self, instr: &Instr) -> Result<usize, String> {
+        let family = Family::of(instr, self.view.stage as u32);
+        self.families.iter().position(|f| Some(f) == family.as_ref()).ok_or_else(|| "it meets nobody".into())
     }
-}
-
-/// Sender and receiver of a message between two stages.
-fn pair(view: &View<'_>, from: u32, to: u32) -> Vec<u64> {
-    [from, to].map(|stage| u64::from(stage) * view.program.mesh.ranks() + view.local_rank).to_vec()
 }
 
 fn collective(
     pattern: Pattern,
     monoid: Monoid,
-    members: Vec<u64>,
+    (family, ways): (usize, u64),
     shape: Result<[u64; 2], String>,
     src: Place,
     dst: Place,
 ) -> Result<Collective, String> {
-    let ways = members.len() as u64;
-    let plain = |primitive, elems| Collective { members: members.clone(), primitive, elems, src, dst, before: None, after: None, staging: 0 };
+    let plain = |primitive, elems| Collective { family, primitive, elems, src, dst, before: None, after: None, staging: 0 };
     let reduction = match monoid {
         Monoid::Sum => Some(Reduction::Sum),
         Monoid::Max => Some(Reduction::Max),

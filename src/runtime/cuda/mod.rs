@@ -9,7 +9,6 @@ pub mod driver;
 pub mod gpu;
 pub mod groups;
 pub mod load;
-pub mod numbers;
 pub mod rank;
 pub mod session;
 pub mod start;

@@ -7,26 +7,24 @@
 //! a place for each time the step loads one, so that nothing that is queued is overwritten.
 
 use std::collections::HashMap;
-use std::collections::hash_map::Entry;
 
+use dplan_ir::dtype::DType;
 use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::{DecayGroups, StepScalars};
-use dplan_ir::program::{Channel, Program, Scalar, Stream};
-use dplan_kernels::cuda::{self, Arg, Routine};
+use dplan_ir::program::{Program, Scalar, Stream};
+use dplan_kernels::cuda::{self, Arg, Routine, SCALAR_BYTES};
 
 use super::driver::{Access, Address, Communicator, Driver, DriverError, Event, Exchange, Kernel, Pinned, Queue, Rows, Value};
-use super::groups::families;
 use super::load::{Action, Code, Collective, Transfer, load};
-use super::numbers::{decode, fill};
+use crate::runtime::block::Block;
 use crate::runtime::view::Place;
-use crate::runtime::{Batch, RuntimeError};
+use crate::runtime::{self, Batch, RuntimeError};
+use crate::safetensors::{decode, encode};
 
 const STREAMS: usize = Stream::ALL.len();
-/// Bytes of the step's scalars.
-const SCALARS: u64 = 88;
 /// Where in pinned memory results are: loss, then the square of the gradients' norm.
-const RESULTS: u64 = 96;
-const INPUTS: u64 = 128;
+const RESULTS: u64 = SCALAR_BYTES.next_multiple_of(16);
+const INPUTS: u64 = (RESULTS + 16).next_multiple_of(64);
 
 /// What was taken from the driver, in order.
 #[derive(Clone, Copy, Debug)]
@@ -45,7 +43,7 @@ pub struct Rank<D: Driver> {
     code: Code,
     held: Held,
     taken: Vec<Taken>,
-    /// Whether a call failed: nothing more is asked of the device.
+    /// Whether a call failed, here or at a peer: nothing more is asked of the device.
     failed: bool,
 }
 
@@ -59,8 +57,10 @@ struct Held {
     events: Vec<Event>,
     /// One that begins a step, then one that ends each stream's.
     edges: Vec<Event>,
-    kernels: HashMap<(String, &'static str), Kernel>,
-    communicators: HashMap<(Vec<u64>, Option<Channel>), Communicator>,
+    /// Of each action of each segment, launch by launch.
+    kernels: Vec<Vec<Vec<Kernel>>>,
+    /// Of each family of the program; none where this rank is in no group of it.
+    communicators: Vec<Option<Communicator>>,
     pinned: Option<Pinned>,
 }
 
@@ -113,7 +113,7 @@ impl<D: Driver> Rank<D> {
         let bytes = self.driver.pinned(pinned);
         let read = |which: usize| {
             let place = result(program, &self.code, which)?;
-            Some(decode(&bytes[RESULTS as usize + which * 8..][..place.dtype.size() as usize], place.dtype))
+            Some(decode(place.dtype, &bytes[RESULTS as usize + which * 8..], 0))
         };
         Ok(Results { loss: read(0), norm_squared: read(1) })
     }
@@ -133,6 +133,11 @@ impl<D: Driver> Rank<D> {
     pub fn read(&mut self, offset: u64, bytes: &mut [u8]) -> Result<(), RuntimeError> {
         let read = self.copy(offset, bytes.len() as u64, &mut |memory, at| bytes[at..][..memory.len()].copy_from_slice(memory), Access::Read);
         self.noted(read)
+    }
+
+    /// Asks nothing more of the device, and leaves no communicator in order: a peer failed.
+    pub fn give_up(&mut self) {
+        self.failed = true;
     }
 
     pub fn stage(&self) -> usize {
@@ -221,7 +226,7 @@ fn prepare<D: Driver>(driver: &mut D, program: &Program, rank: u64, code: &Code,
         Ok(Some(at))
     };
     held.arena = memory(driver, program.stages[code.stage].arena_bytes)?;
-    held.scalars = memory(driver, SCALARS)?;
+    held.scalars = memory(driver, SCALAR_BYTES)?;
     for (at, bytes) in held.working.iter_mut().zip(code.working) {
         *at = memory(driver, bytes)?;
     }
@@ -238,20 +243,33 @@ fn prepare<D: Driver>(driver: &mut D, program: &Program, rank: u64, code: &Code,
         taken.push(Taken::Event(event));
         if at < STREAMS { held.edges.push(event) } else { held.events.push(event) }
     }
-    for launch in code.segments.iter().flatten().flat_map(|(_, action)| action.routines()).flat_map(|r| &r.launches) {
-        if let Entry::Vacant(place) = held.kernels.entry((launch.text.clone(), launch.entry)) {
-            let kernel = driver.load(launch)?;
-            taken.push(Taken::Kernel(kernel));
-            place.insert(kernel);
+    // Launches of one text that need different amounts of shared memory are loaded apart: a kernel is told how much it may take.
+    let mut loaded: HashMap<(&str, &str, u32), Kernel> = HashMap::new();
+    for segment in &code.segments {
+        let mut of_segment = Vec::with_capacity(segment.len());
+        for (_, action) in segment {
+            let mut of_action = Vec::new();
+            for launch in action.routines().flat_map(|r| &r.launches) {
+                let key = (&launch.text[..], launch.entry, launch.shared);
+                let kernel = match loaded.get(&key) {
+                    Some(kernel) => *kernel,
+                    None => {
+                        let kernel = driver.load(launch)?;
+                        taken.push(Taken::Kernel(kernel));
+                        loaded.insert(key, kernel);
+                        kernel
+                    }
+                };
+                of_action.push(kernel);
+            }
+            of_segment.push(of_action);
         }
+        held.kernels.push(of_segment);
     }
-    for (number, family) in families(program).iter().enumerate() {
-        let members = family.members(program, rank);
-        let communicator = driver.split(number as u64, members.as_deref())?;
-        if let (Some(communicator), Some(members)) = (communicator, members) {
-            taken.push(Taken::Communicator(communicator));
-            held.communicators.insert((members, family.channel()), communicator);
-        }
+    for (number, family) in code.families.iter().enumerate() {
+        let communicator = driver.split(number as u64, family.members(program, rank).as_deref())?;
+        taken.extend(communicator.map(Taken::Communicator));
+        held.communicators.push(communicator);
     }
     // All memory is zero before the first step: padding stays so.
     if let (Some(arena), Some(&stream)) = (held.arena, held.streams.first()) {
@@ -310,14 +328,15 @@ fn queue<D: Driver>(driver: &mut D, held: &Held, code: &Code, program: &Program,
     }
     calls.input = INPUTS;
     let compute = held.streams[Stream::Compute as usize];
-    calls.driver.copy_in(at, pinned, 0, SCALARS, compute)?;
+    calls.driver.copy_in(at, pinned, 0, SCALAR_BYTES, compute)?;
     calls.driver.record(held.edges[Stream::Compute as usize], compute)?;
     for other in 1..STREAMS {
         calls.driver.wait(held.streams[other], held.edges[Stream::Compute as usize])?;
     }
     for call in schedule {
-        for (stream, action) in &code.segments[call.segment.0 as usize] {
-            calls.act(*stream as usize, action, call.micro_batch)?;
+        let segment = call.segment.0 as usize;
+        for ((stream, action), kernels) in code.segments[segment].iter().zip(&held.kernels[segment]) {
+            calls.act(*stream as usize, action, kernels, call.micro_batch)?;
         }
     }
     for other in 1..STREAMS {
@@ -333,7 +352,7 @@ fn queue<D: Driver>(driver: &mut D, held: &Held, code: &Code, program: &Program,
 }
 
 impl<D: Driver> Calls<'_, D> {
-    fn act(&mut self, on: usize, action: &Action, micro: u64) -> Result<(), DriverError> {
+    fn act(&mut self, on: usize, action: &Action, kernels: &[Kernel], micro: u64) -> Result<(), DriverError> {
         let stream = self.held.streams[on];
         let at = |p: &Place| self.arena.plus(p.at(micro));
         let memory = |p: &Place, access: Access| Value::Memory { at: at(p), bytes: p.bytes, access };
@@ -341,7 +360,7 @@ impl<D: Driver> Calls<'_, D> {
             Action::Run { routine, ins, outs } => {
                 let ins: Vec<Value> = ins.iter().map(|p| memory(p, Access::Read)).collect();
                 let outs: Vec<Value> = outs.iter().map(|p| memory(p, Access::Write)).collect();
-                self.run(on, routine, 0, &ins, &outs)
+                self.run(on, (routine, kernels), 0, &ins, &outs)
             }
             Action::Input { dst, .. } => {
                 let from = self.input;
@@ -353,15 +372,9 @@ impl<D: Driver> Calls<'_, D> {
                 let rows = Rows { from, from_pitch: *row, to, to_pitch: *len, width: *len, rows: dst.bytes / (*len).max(1) };
                 self.driver.copy_rows(rows, stream)
             }
-            Action::Collective(c) => self.collective(on, c, micro),
-            Action::Send(Transfer { members, channel, peer, place }) => {
-                let communicator = self.communicator(members, Some(*channel))?;
-                self.driver.send(communicator, *peer, at(place), place.bytes, stream)
-            }
-            Action::Recv(Transfer { members, channel, peer, place }) => {
-                let communicator = self.communicator(members, Some(*channel))?;
-                self.driver.receive(communicator, *peer, at(place), place.bytes, stream)
-            }
+            Action::Collective(c) => self.collective(on, c, kernels, micro),
+            Action::Send(Transfer { family, peer, place }) => self.driver.send(self.communicator(*family)?, *peer, at(place), place.bytes, stream),
+            Action::Recv(Transfer { family, peer, place }) => self.driver.receive(self.communicator(*family)?, *peer, at(place), place.bytes, stream),
             Action::Zero { dst } => self.driver.zero(at(dst), dst.bytes, stream),
             Action::Record(event) => self.driver.record(self.held.events[event.0 as usize], stream),
             Action::Wait(event) => self.driver.wait(stream, self.held.events[event.0 as usize]),
@@ -369,56 +382,73 @@ impl<D: Driver> Calls<'_, D> {
         }
     }
 
-    fn collective(&mut self, on: usize, c: &Collective, micro: u64) -> Result<(), DriverError> {
+    fn collective(&mut self, on: usize, c: &Collective, kernels: &[Kernel], micro: u64) -> Result<(), DriverError> {
         let [src, dst] = [&c.src, &c.dst].map(|p| self.arena.plus(p.at(micro)));
-        let working = |held: &Held| held.working[on].unwrap_or(self.arena);
-        let staging = working(self.held);
+        let (before, after) = kernels.split_at(c.before.as_ref().map_or(0, |r| r.launches.len()));
         let (mut from, mut to) = (src, dst);
-        if let Some(before) = &c.before {
+        if let Some(routine) = &c.before {
+            from = self.working(on)?;
             let whole = Value::Memory { at: src, bytes: c.src.bytes, access: Access::Read };
-            self.run(on, before, c.staging, &[whole], &[Value::Memory { at: staging, bytes: c.staging, access: Access::Write }])?;
-            from = staging;
+            self.run(on, (routine, before), c.staging, &[whole], &[Value::Memory { at: from, bytes: c.staging, access: Access::Write }])?;
         }
         if c.after.is_some() {
-            to = staging;
+            to = self.working(on)?;
         }
-        let communicator = self.communicator(&c.members, None)?;
         let exchange = Exchange { primitive: c.primitive, elems: c.elems, dtype: c.src.dtype, from, to };
-        self.driver.exchange(communicator, exchange, self.held.streams[on])?;
+        self.driver.exchange(self.communicator(c.family)?, exchange, self.held.streams[on])?;
         match &c.after {
             None => Ok(()),
-            Some(after) => {
-                let parts = Value::Memory { at: staging, bytes: c.staging, access: Access::Read };
-                self.run(on, after, c.staging, &[parts], &[Value::Memory { at: dst, bytes: c.dst.bytes, access: Access::Write }])
+            Some(routine) => {
+                let parts = Value::Memory { at: to, bytes: c.staging, access: Access::Read };
+                self.run(on, (routine, after), c.staging, &[parts], &[Value::Memory { at: dst, bytes: c.dst.bytes, access: Access::Write }])
             }
         }
     }
 
     /// Launches the kernels of a routine; its working memory begins `skip` bytes into the stream's.
-    fn run(&mut self, on: usize, routine: &Routine, skip: u64, ins: &[Value], outs: &[Value]) -> Result<(), DriverError> {
-        let working = self.held.working[on].unwrap_or(self.arena).plus(skip.next_multiple_of(256));
-        for launch in &routine.launches {
-            let value = |arg: &Arg| match *arg {
-                Arg::In(i) => ins[i],
-                Arg::Out(i) => outs[i],
-                Arg::Aux(at) => Value::Memory { at: working.plus(at), bytes: routine.aux - at, access: Access::Write },
-                Arg::Scalars => Value::Memory { at: self.scalars, bytes: SCALARS, access: Access::Read },
-                Arg::Int(i) => Value::Int(i),
+    fn run(&mut self, on: usize, (routine, kernels): (&Routine, &[Kernel]), skip: u64, ins: &[Value], outs: &[Value]) -> Result<(), DriverError> {
+        for (launch, kernel) in routine.launches.iter().zip(kernels) {
+            let value = |arg: &Arg| -> Result<Value, DriverError> {
+                Ok(match *arg {
+                    Arg::In(i) => ins[i],
+                    Arg::Out(i) => outs[i],
+                    Arg::Aux(at) => {
+                        let place = self.working(on)?.plus(skip.next_multiple_of(256) + at);
+                        Value::Memory { at: place, bytes: routine.aux - at, access: Access::Write }
+                    }
+                    Arg::Scalars => Value::Memory { at: self.scalars, bytes: SCALAR_BYTES, access: Access::Read },
+                    Arg::Int(i) => Value::Int(i),
+                })
             };
-            let args: Vec<Value> = launch.args.iter().map(value).collect();
-            let kernel = self.held.kernels.get(&(launch.text.clone(), launch.entry));
-            let kernel = *kernel.ok_or_else(|| unknown("cuLaunchKernel", launch.entry))?;
-            self.driver.launch(kernel, launch, &args, self.held.streams[on])?;
+            let args = launch.args.iter().map(value).collect::<Result<Vec<_>, _>>()?;
+            self.driver.launch(*kernel, launch, &args, self.held.streams[on])?;
         }
         Ok(())
     }
 
-    fn communicator(&self, members: &[u64], channel: Option<Channel>) -> Result<Communicator, DriverError> {
-        let found = self.held.communicators.get(&(members.to_vec(), channel));
-        found.copied().ok_or_else(|| unknown("ncclCommSplit", "a group that no family has"))
+    fn communicator(&self, family: usize) -> Result<Communicator, DriverError> {
+        self.held.communicators[family].ok_or_else(|| unknown("ncclCommSplit", "a group that this rank is not in"))
+    }
+    fn working(&self, on: usize) -> Result<Address, DriverError> {
+        self.held.working[on].ok_or_else(|| unknown("cuMemAlloc", "working memory"))
     }
 }
 
 fn unknown(call: &'static str, what: &str) -> DriverError {
     DriverError { call, why: format!("{what} was not made ready") }
+}
+
+/// Writes the block of an input of the step that begins at element `first`; padding is zero.
+fn fill(rows: &runtime::Rows, block: &Block, first: usize, dtype: DType, to: &mut [u8]) {
+    to.fill(0);
+    block.each(|s| {
+        for i in 0..s.len {
+            let from = first + s.logical + i;
+            let v = match rows {
+                runtime::Rows::Tokens(rows) => f64::from(rows[from]),
+                runtime::Rows::Values(rows) => rows[from],
+            };
+            encode(dtype, v, to, s.local + i);
+        }
+    });
 }

@@ -1,7 +1,9 @@
 //! The ranks of this process, from load to drop: all ranks of a program on a stand-in, one of them on a GPU.
 
+use std::ops::Range;
 use std::time::Instant;
 
+use dplan_ir::dtype::DType;
 use dplan_ir::entity::{ParamId, Table};
 use dplan_ir::extent::Seat;
 use dplan_ir::graph::Graph;
@@ -10,11 +12,11 @@ use dplan_ir::optimizer::{DecayGroups, StepScalars};
 use dplan_ir::program::{Content, Program, Role};
 
 use super::driver::Driver;
-use super::numbers::{decode, encode};
 use super::rank::Rank;
-use crate::runtime::block::Block;
-use crate::runtime::view::{Place, View};
+use crate::runtime::block::{Block, Stretch};
+use crate::runtime::view::View;
 use crate::runtime::{Batch, RuntimeError, StepResult};
+use crate::safetensors::{decode, encode};
 
 /// Ranks and their devices.
 pub struct Session<D: Driver> {
@@ -44,26 +46,30 @@ impl<D: Driver> Session<D> {
         self.load(Role::Param, |param| init::param(&graph, param, seed))
     }
 
-    /// Sets a role of every parameter to the logical tensor that `provide` gives; parameters also set their master copies.
+    /// Sets a role of every parameter to the logical tensor that `provide` gives, one after the other; parameters also set their master copies.
     ///
     /// # Errors
-    /// What a device refuses; after that the session has ended.
+    /// If a tensor has not as many elements as its parameter; what a device refuses, after which the session has ended.
     pub fn load(&mut self, role: Role, mut provide: impl FnMut(ParamId) -> Vec<f64>) -> Result<(), RuntimeError> {
         self.idle()?;
-        let values: Table<ParamId, Vec<f64>> = self.graph.params.ids().map(&mut provide).collect();
         let roles: &[Role] = if role == Role::Param { &[Role::Param, Role::Master] } else { &[role] };
+        let mut homes: Table<ParamId, Vec<(usize, Home)>> = self.graph.params.map(|_, _| Vec::new());
         for at in 0..self.ranks.len() {
             for &role in roles {
-                for home in self.homes(at, role)? {
-                    let size = home.place.dtype.size() as usize;
-                    let mut bytes = vec![0; home.place.bytes as usize];
-                    for s in &home.stretches {
-                        let to = bytes[s.local * size..(s.local + s.len) * size].chunks_exact_mut(size);
-                        to.zip(&values[s.param][s.logical..]).for_each(|(to, v)| encode(*v, home.place.dtype, to));
-                    }
-                    let wrote = self.ranks[at].write(home.place.offset, &bytes);
-                    self.noted(wrote)?;
-                }
+                self.homes(at, role)?.into_iter().for_each(|home| homes[home.param].push((at, home)));
+            }
+        }
+        for (param, homes) in homes.iter() {
+            let (values, value) = (provide(param), self.graph.params[param].value);
+            let expected = self.graph.shape(value).iter().product::<u64>() as usize;
+            if values.len() != expected {
+                return Err(RuntimeError::Param { param: self.graph.values[value].name.clone(), found: values.len(), expected });
+            }
+            for (at, home) in homes {
+                let mut bytes = vec![0; home.held.len() * home.dtype.size() as usize];
+                home.each(|s| (0..s.len).for_each(|i| encode(home.dtype, values[s.logical + i], &mut bytes, s.local + i)));
+                let wrote = self.ranks[*at].write(home.offset, &bytes);
+                self.noted(wrote)?;
             }
         }
         Ok(())
@@ -79,25 +85,23 @@ impl<D: Driver> Session<D> {
         let mut values: Table<ParamId, Vec<f64>> = self.graph.params.ids().map(|p| vec![f64::NAN; elems(p)]).collect();
         for at in 0..self.ranks.len() {
             for home in self.homes(at, role)? {
-                let size = home.place.dtype.size() as usize;
-                let mut bytes = vec![0; home.place.bytes as usize];
-                let read = self.ranks[at].read(home.place.offset, &mut bytes);
+                let mut bytes = vec![0; home.held.len() * home.dtype.size() as usize];
+                let read = self.ranks[at].read(home.offset, &mut bytes);
                 self.noted(read)?;
-                for s in &home.stretches {
-                    let from = bytes[s.local * size..(s.local + s.len) * size].chunks_exact(size);
-                    values[s.param][s.logical..].iter_mut().zip(from).for_each(|(v, from)| *v = decode(from, home.place.dtype));
-                }
+                let values = &mut values[home.param];
+                home.each(|s| (0..s.len).for_each(|i| values[s.logical + i] = decode(home.dtype, &bytes, s.local + i)));
             }
         }
         Ok(values)
     }
 
-    /// Runs a step on all ranks of this process. Loss and norm are those of its last rank that has them.
+    /// Runs a step on all ranks of this process. Loss and norm are those of its last rank that has them; without one, the loss is not a number.
     ///
     /// # Errors
-    /// As [`Session::load`].
+    /// If the batch is not what a step takes; what a device refuses, after which the session has ended.
     pub fn step(&mut self, scalars: &StepScalars, batch: &Batch) -> Result<StepResult, RuntimeError> {
         self.idle()?;
+        batch.check(&self.graph, self.program.micro_batches)?;
         let begin = Instant::now();
         for at in 0..self.ranks.len() {
             let queued = self.ranks[at].issue(&self.program, scalars, batch);
@@ -120,12 +124,16 @@ impl<D: Driver> Session<D> {
     fn idle(&self) -> Result<(), RuntimeError> {
         if self.ended { Err(RuntimeError::Ended) } else { Ok(()) }
     }
+    /// After a failure no rank waits for another: what peers still do never ends.
     fn noted<T>(&mut self, result: Result<T, RuntimeError>) -> Result<T, RuntimeError> {
-        self.ended |= result.is_err();
+        if result.is_err() {
+            self.ended = true;
+            self.ranks.iter_mut().for_each(Rank::give_up);
+        }
         result
     }
 
-    /// Where a rank holds a role between steps, and which elements of which tensors lie there.
+    /// Where a rank holds a role between steps.
     fn homes(&self, at: usize, role: Role) -> Result<Vec<Home>, RuntimeError> {
         let (stage, local_rank) = (self.ranks[at].stage(), self.ranks[at].local_rank());
         let view = View { graph: &self.graph, program: &self.program, stage, local_rank };
@@ -137,35 +145,40 @@ impl<D: Driver> Session<D> {
             let Content::Flat { pieces, .. } = of_stage.buffers[home].content else { continue };
             let place = view.place(home).map_err(|why| RuntimeError::Program { stage: stage as u32, at: role.name().into(), why })?;
             let first = (mesh.position(local_rank, pieces) * (bucket.elems / mesh.size(pieces))) as usize;
-            let held = first..first + place.elems() as usize;
-            let mut stretches = Vec::new();
+            let end = first + place.elems() as usize;
             for member in &bucket.members {
                 let dims = &self.graph.values[self.graph.params[member.param].value].ty.dims;
                 let block = Block::new(&self.graph, dims, &member.sharding, Seat { mesh, padded, local_rank }, None);
-                block.each(|s| {
-                    let at = member.offset as usize + s.local;
-                    let (from, to) = (at.max(held.start), (at + s.len).min(held.end));
-                    if from < to {
-                        stretches.push(Stretch { param: member.param, local: from - held.start, logical: s.logical + from - at, len: to - from });
-                    }
-                });
+                let begin = member.offset as usize;
+                let (from, to) = (begin.max(first), (begin + block.elems()).min(end));
+                if from < to {
+                    let offset = place.offset + (from - first) as u64 * place.dtype.size();
+                    homes.push(Home { param: member.param, offset, dtype: place.dtype, held: from - begin..to - begin, block });
+                }
             }
-            homes.push(Home { place, stretches });
         }
         Ok(homes)
     }
 }
 
-/// A flat buffer of one role.
+/// What a rank's arena holds of a parameter, in one piece.
 struct Home {
-    place: Place,
-    stretches: Vec<Stretch>,
+    param: ParamId,
+    offset: u64,
+    dtype: DType,
+    /// Elements of the block that lie there, padding included.
+    held: Range<usize>,
+    block: Block,
 }
 
-/// Elements that stand together both in a home and in a tensor.
-struct Stretch {
-    param: ParamId,
-    local: usize,
-    logical: usize,
-    len: usize,
+impl Home {
+    /// Visits what is held and no padding; `local` counts from the first that is held.
+    fn each(&self, mut visit: impl FnMut(Stretch)) {
+        self.block.each(|s| {
+            let (from, to) = (s.local.max(self.held.start), (s.local + s.len).min(self.held.end));
+            if from < to {
+                visit(Stretch { local: from - self.held.start, logical: s.logical + from - s.local, len: to - from });
+            }
+        });
+    }
 }

@@ -186,7 +186,7 @@ fn space(problem: &Problem, prices: &mut dyn Prices) -> BTreeSet<Tuple> {
 /// The best plan of a tuple by integer programs, if it is below the objective.
 fn solve_again(problem: &Problem, prices: &mut dyn Prices, tuple: Tuple, objective: u64) -> Result<Option<u64>, SolverFault> {
     for menus in Menus::new(problem, prices, tuple).iter().flat_map(Menus::by_tie) {
-        if let Some(better) = integer::best_below(&menus, &problem.layers, problem.budget, objective)? {
+        if let Some(better) = integer::best_below(&menus, &problem.layers, problem.budget, objective, &|| false)? {
             return Ok(Some(better.objective));
         }
     }

@@ -29,10 +29,14 @@ use dplan_ir::pipeline::Slots;
 use good_lp::{Expression, ProblemVariables, ResolutionError, Solution as _, SolverModel, Variable, constraint, default_solver, variable};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The solver failed.
+/// A tuple was not solved.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-#[error("the integer program's solver gave up: {0}")]
-pub struct SolverFault(String);
+pub enum SolverFault {
+    #[error("the integer program's solver gave up: {0}")]
+    GaveUp(String),
+    #[error("time was up before the integer programs were solved")]
+    Late,
+}
 
 /// The terms of a choice.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -85,18 +89,19 @@ struct Tableau<'a> {
     layers: &'a [usize],
     budget: u64,
     repeats: u64,
+    late: &'a dyn Fn() -> bool,
     columns: BTreeMap<(usize, Home, Slots), Vec<Column>>,
     /// Answers by what they depend on: members, room, and the limit on the end.
     known: BTreeMap<(Vec<Members>, u64), Vec<(u64, Option<Run>)>>,
 }
 
-/// The best plan of a tuple that is below `cut`.
+/// The best plan of a tuple that is below `cut`. `late` says that time is up.
 ///
 /// # Errors
-/// If the solver fails.
-pub fn best_below(menus: &Menus, layers: &[usize], budget: u64, cut: u64) -> Result<Option<Solution>, SolverFault> {
+/// If the solver fails, or time is up.
+pub fn best_below(menus: &Menus, layers: &[usize], budget: u64, cut: u64, late: &dyn Fn() -> bool) -> Result<Option<Solution>, SolverFault> {
     let m = repeats(&menus.tuple.pipeline());
-    let mut tableau = Tableau { menus, layers, budget, repeats: m, columns: BTreeMap::new(), known: BTreeMap::new() };
+    let mut tableau = Tableau { menus, layers, budget, repeats: m, late, columns: BTreeMap::new(), known: BTreeMap::new() };
     if menus.tuple.virtual_stages > 1 {
         return tableau.best_even(cut);
     }
@@ -151,7 +156,7 @@ pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bo
             closed[at].how = How::Floor(floor);
             continue;
         }
-        if late() {
+        if best.is_some() && late() {
             // Floors rise, so that of the first one left open is below all others.
             lower_bound = Some(lower_bound.unwrap_or(floor));
             closed[at].how = How::Open(floor);
@@ -170,10 +175,20 @@ pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bo
                 solved += 1;
                 let mut how = How::Nothing(objective);
                 for menus in Menus::new(problem, prices, tuple).iter().flat_map(Menus::by_tie) {
-                    if let Some(solution) = best_below(&menus, &problem.layers, problem.budget, objective)? {
-                        objective = solution.objective;
-                        how = How::Best(objective);
-                        best = Some(Found { menus, solution });
+                    // An answer needs some plan.
+                    let any = best.is_some();
+                    match best_below(&menus, &problem.layers, problem.budget, objective, &|| any && late()) {
+                        Ok(None) => {}
+                        Ok(Some(solution)) => {
+                            objective = solution.objective;
+                            how = How::Best(objective);
+                            best = Some(Found { menus, solution });
+                        }
+                        Err(SolverFault::Late) => {
+                            lower_bound = Some(lower_bound.unwrap_or(floor));
+                            how = How::Open(floor);
+                        }
+                        Err(fault) => return Err(fault),
                     }
                 }
                 how
@@ -365,6 +380,9 @@ impl Tableau<'_> {
 
     /// A stage at its least time, whatever its largest workspace and ring; `joint` bounds `repeats · time + end` from above.
     fn stage(&mut self, members: &[Members], room: u64, limit: u64, joint: u64) -> Result<Option<Run>, SolverFault> {
+        if (self.late)() {
+            return Err(SolverFault::Late);
+        }
         let columns: Vec<Vec<Column>> = members.iter().map(|&(kind, home, slots, _)| self.columns(kind, home, slots)).collect();
         let mut best: Option<Run> = None;
         for ring in sizes(&columns, |c| c.ring) {
@@ -470,7 +488,7 @@ impl Program<'_> {
             let solution = match model.solve() {
                 Ok(solution) => solution,
                 Err(ResolutionError::Infeasible) => return Ok(None),
-                Err(why) => return Err(SolverFault(why.to_string())),
+                Err(why) => return Err(SolverFault::GaveUp(why.to_string())),
             };
             let (mut run, mut bytes) = (Run { time: 0, end: 0, counts: Vec::new() }, 0);
             for ((member, counts), columns) in self.members.iter().zip(&counts).zip(self.columns) {
@@ -488,7 +506,7 @@ impl Program<'_> {
             }
             free = free.saturating_sub(bytes - self.free);
         }
-        Err(SolverFault("sizes too near the room".into()))
+        Err(SolverFault::GaveUp("sizes too near the room".into()))
     }
 }
 

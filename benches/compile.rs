@@ -1,7 +1,7 @@
 //! How long `dplan compile` takes as a whole process: search, lowering, verification and writing the plan. `cargo bench --bench compile` prints, for
-//! each case, the median wall time of several runs beside the bound it should keep, and how the time grows with devices; it measures and does not judge.
+//! each case, the median wall time of several runs beside the bound it should keep, and how the time grows with devices and with layers; it measures and does not judge.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
@@ -32,6 +32,18 @@ const CASES: &[Case] = &[
         args: &["--cluster", "h100:8x2048", "--seq", "8192", "--batch", "2048"],
         bound: 2.0,
     },
+    Case {
+        name: "qwen3 235B on h100:8x64",
+        model: "qwen3-235b-shaped.json",
+        args: &["--cluster", "h100:8x64", "--seq", "32768", "--batch", "512"],
+        bound: 3.0,
+    },
+    Case {
+        name: "deepseek v3 on h800:8x256",
+        model: "deepseek-v3-shaped.json",
+        args: &["--cluster", "h800:8x256", "--seq", "4096", "--batch", "15360"],
+        bound: 3.0,
+    },
 ];
 
 const RUNS: usize = 5;
@@ -52,17 +64,35 @@ fn main() {
             let seconds = compile("llama-8b-shaped.json", &["--cluster", &cluster, "--seq", "4096", "--batch", &batch]);
             println!("{:<28} {seconds:>10.3}", format!("{} devices", 8 * nodes));
         }
+        println!("\n{:<28} {:>10}", "llama 8B-wide, 64 devices", "seconds");
+        for layers in [8, 32, 128, 512] {
+            let seconds = compile(&with_layers("llama-8b-shaped.json", layers), &["--cluster", "h100:8x8", "--seq", "4096", "--batch", "256"]);
+            println!("{:<28} {seconds:>10.3}", format!("{layers} layers"));
+        }
     }
+}
+
+/// The path of a model with so many layers.
+fn with_layers(model: &str, layers: u64) -> String {
+    let text = std::fs::read_to_string(models().join(model)).expect("a model");
+    let mut config: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    config["num_hidden_layers"] = layers.into();
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("bench-config.json");
+    std::fs::write(&path, config.to_string()).expect("a writable folder");
+    path.display().to_string()
+}
+
+fn models() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/models")
 }
 
 /// Seconds of one `dplan compile`.
 fn compile(model: &str, args: &[&str]) -> f64 {
-    let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/models");
     let plan = Path::new(env!("CARGO_TARGET_TMPDIR")).join("bench-plan.json");
     let begin = Instant::now();
     let mut command = Command::new(env!("CARGO_BIN_EXE_dplan"));
     let output =
-        command.arg("compile").arg(models.join(model)).args(args).arg("-o").arg(&plan).output().expect("the binary was built with the bench");
+        command.arg("compile").arg(models().join(model)).args(args).arg("-o").arg(&plan).output().expect("the binary was built with the bench");
     assert!(output.status.success(), "{model} {args:?}: {}", String::from_utf8_lossy(&output.stderr));
     begin.elapsed().as_secs_f64()
 }

@@ -157,6 +157,27 @@ fn explain_says_what_the_next_best_costs_and_why_not_where_the_difference_is() {
     assert!(dplan_ok(&["explain", &plan, "--why-not", "tp=4"]).contains("difference"));
 }
 
+/// What explain says of another schedule is what compiling under it says.
+#[test]
+fn explain_of_a_pipeline_says_what_other_schedules_would_take() {
+    let dir = scratch("orders");
+    let ranks = "dp=1,ep=1,cp=1,tp=1,pp=4";
+    let (plan, said) = compiled(&dir, "plan.json", &["--cluster", "cpu:4", "--batch", "16", "--pin", ranks]);
+    assert_eq!(said["chosen"]["schedule"], "1f1b");
+    let plan = plan.display().to_string();
+    let told: Value = serde_json::from_str(&dplan_ok(&["explain", &plan, "--json"])).unwrap();
+    let schedules = told["schedules"].as_array().unwrap();
+    assert_eq!(schedules.iter().map(|s| s["schedule"].as_str().unwrap()).collect::<Vec<_>>(), ["interleaved", "zb-h1", "zb-v"]);
+    for schedule in schedules {
+        let pins = format!("{ranks},schedule={}", schedule["schedule"].as_str().unwrap());
+        let (_, other) = compiled(&dir, "other.json", &["--cluster", "cpu:4", "--batch", "16", "--pin", &pins]);
+        assert_eq!(schedule.pointer("/best/simulated_seconds"), other.pointer("/predicted/simulated_seconds"), "{pins}");
+        assert_eq!(schedule.pointer("/best/virtual"), other.pointer("/chosen/virtual"), "{pins}");
+    }
+    let text = dplan_ok(&["explain", &plan]);
+    assert!(text.contains("other orders of the passes") && text.contains("--pin schedule=zb-v"), "{text}");
+}
+
 #[test]
 fn the_same_question_has_the_same_answer_byte_for_byte() {
     let dir = scratch("deterministic");

@@ -6,6 +6,7 @@ use dplan::calibrate::{self, Tables};
 use dplan_ir::program::Pattern;
 use dplan_planner::cost::comm::{Group, group_time};
 use dplan_planner::machine::{Machine, known_devices};
+use serde_json::Value;
 use std::path::Path;
 
 fn tables() -> Option<Tables> {
@@ -49,6 +50,41 @@ fn collectives_never_take_less_with_more_bytes_or_ranks() {
             }
         }
     }
+}
+
+/// A recorded run whose spans all take four times as long is of a machine a quarter as fast; and a plan that waits for nothing there is found.
+#[test]
+fn a_slower_run_is_of_a_slower_machine_and_another_plan_is_found_for_it() {
+    let dir = common::scratch("calibrate_run");
+    let config = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/llama-1m/config.json");
+    let path = |name: &str| dir.join(name).to_str().unwrap().to_string();
+    let (plan, profile) = (path("plan.json"), path("out.json"));
+    let pins = "dp=1,tp=2,pp=1,micro=1,recompute=full";
+    common::dplan_ok(&["compile", config.to_str().unwrap(), "--cluster", "cpu:2", "--batch", "4", "--seq", "32", "--pin", pins, "-o", &plan]);
+    common::dplan_ok(&["run", &plan, "--steps", "2", "--profile", &profile, "--json"]);
+    let mut trace: Value = serde_json::from_str(&std::fs::read_to_string(&profile).unwrap()).unwrap();
+    for event in trace["traceEvents"].as_array_mut().unwrap() {
+        for key in ["ts", "dur"] {
+            if let Some(micros) = event[key].as_f64() {
+                event[key] = (4.0 * micros).into();
+            }
+        }
+    }
+    let slower = path("slower.json");
+    std::fs::write(&slower, trace.to_string()).unwrap();
+    let step = |profile: &str, machine: &str| {
+        let said = common::dplan_ok(&["calibrate", profile, "--plan", &plan, "-o", &path(machine)]);
+        assert!(said.contains("another is") && said.contains("times as fast here"), "everything is computed twice and split twice: {said}");
+        let args = ["compile", config.to_str().unwrap(), "--cluster", &path(machine), "--batch", "4", "--seq", "32", "--pin", pins, "--json"];
+        let compiled: Value = serde_json::from_str(&common::dplan_ok(&[&args[..], &["-o", &path("again.json")]].concat())).unwrap();
+        compiled["predicted"]["step_seconds"].as_f64().unwrap()
+    };
+    let times = step(&slower, "slower-machine.json") / step(&profile, "machine.json");
+    assert!((3.4..4.6).contains(&times), "{times}");
+    // A profile of another plan.
+    common::dplan_ok(&["compile", config.to_str().unwrap(), "--cluster", "cpu:2", "--batch", "4", "--seq", "32", "--pin", "dp=2", "-o", &plan]);
+    let output = common::dplan(&["calibrate", &profile, "--plan", &plan]);
+    assert!(output.status.code() == Some(2) && String::from_utf8_lossy(&output.stderr).contains("another plan"));
 }
 
 #[test]

@@ -3,6 +3,7 @@
 //!
 //! The fits are functions of the tables alone: the same tables give the same text, byte by byte. Rows of devices that are not built in are counted and left out.
 
+pub mod again;
 pub mod fit;
 mod minimise;
 pub mod own;

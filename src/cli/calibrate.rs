@@ -1,24 +1,75 @@
-//! `dplan calibrate`: measured tables into the machine description.
+//! `dplan calibrate`: measured tables into the machine description; or a recorded run into that of the machine it ran on.
 
+use super::report::degrees;
 use super::{Outcome, Result, output, progress};
+use crate::calibrate::again::{Again, again};
 use crate::calibrate::{self, Fitted};
-use std::path::PathBuf;
+use crate::cluster;
+use crate::planfile::PlanFile;
+use crate::profile::{self, CommKernels, analyse};
+use std::path::{Path, PathBuf};
 
-/// Fit the machine description to measured tables, and say how far it is from them.
+/// Fit the machine description to what was measured, and say how far it is from that: tables, or with `--plan` a recorded run.
 #[derive(clap::Args)]
-#[command(after_help = "Example:\n  dplan calibrate comm_and_gemm.csv perf_tables/ -o planner/src/machine/fitted/data.rs")]
+#[command(
+    after_help = "Examples:\n  dplan calibrate comm_and_gemm.csv perf_tables/ -o planner/src/machine/fitted/data.rs\n  dplan calibrate out.json --plan plan.json -o machine.json"
+)]
 pub struct Args {
-    /// Tables of matrix products and collectives (.csv, .csv.gz), or folders of them.
-    #[arg(required = true, value_name = "TABLE")]
-    tables: Vec<PathBuf>,
-    /// Write the fits here, as the data the built-in devices are compiled with.
-    #[arg(short, long, value_name = "data.rs")]
+    /// Tables of matrix products and collectives (.csv, .csv.gz), or profiles of a run of the plan; or folders of them.
+    #[arg(required = true, value_name = "TABLE|PROFILE")]
+    measured: Vec<PathBuf>,
+    /// The profiles are of a run of this plan: fit its cluster to them, and plan again.
+    #[arg(long, value_name = "plan.json")]
+    plan: Option<PathBuf>,
+    /// Write the fits here: of tables, as the data the built-in devices are compiled with; of a run, as a cluster file.
+    #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
 }
 
 pub fn run(args: Args) -> Result<Outcome> {
+    match &args.plan {
+        Some(plan) => from_run(&args, plan),
+        None => from_tables(&args),
+    }
+}
+
+fn from_run(args: &Args, plan: &Path) -> Result<Outcome> {
+    let file = PlanFile::read(plan)?;
+    let spinner = progress::spinner("reading profiles");
+    let profile = profile::read(&args.measured, &CommKernels::default())?;
+    let analysis = analyse::analyse(&profile);
+    spinner.set_message("fitting and planning");
+    let found = again(&file, &profile, &analysis)?;
+    spinner.finish_and_clear();
+    report_run(&file, &found);
+    if let Some(path) = &args.output {
+        output::write(path, (serde_json::to_string_pretty(&cluster::to_json(&found.machine))? + "\n").as_bytes())?;
+        output::say!("written     {}: compile for it with --cluster {}", path.display(), path.display());
+    }
+    Ok(Outcome::Done)
+}
+
+fn report_run(file: &PlanFile, found: &Again) {
+    let Again { machine, errors, step, measured, best } = found;
+    let (device, seconds) = (&machine.device, |p: &dplan_planner::predict::Prediction| output::seconds(p.step.seconds()));
+    let product = device.matrix_efficiency.of(device.peak.of(file.plan.compute)).0 as f64 * 1e-9;
+    output::say!("products    {product:.1} GFLOP/s a rank, grains {} and {}", device.matrix_grain, device.matrix_depth_grain);
+    output::say!("memory      {:.1} GB/s a rank, {} ns a kernel", device.bandwidth.0 as f64 * 1e-9, device.launch.0);
+    output::say!("collectives α {:.1} µs, β {:.2} GB/s", machine.intra.latency.0 as f64 * 1e-3, machine.intra.bandwidth.0 as f64 * 1e-9);
+    output::say!("errors      of single instructions, weighted by time: {:.0} % before, {:.0} % after", errors.0 * 100.0, errors.1 * 100.0);
+    let measured = measured.map_or_else(|| "not marked in the profile".into(), output::seconds);
+    output::say!("step        {} predicted before, {} after, measured {measured}", seconds(&step.0), seconds(&step.1));
+    if best.0 == file.plan || best.1.step >= step.1.step {
+        output::say!("plan        still the best without pins");
+    } else {
+        let times = step.1.step.seconds() / best.1.step.seconds();
+        output::say!("plan        another is {times:.2} times as fast here: {}, {} a step", degrees(&best.0), seconds(&best.1));
+    }
+}
+
+fn from_tables(args: &Args) -> Result<Outcome> {
     let spinner = progress::spinner("reading tables");
-    let tables = calibrate::read(&args.tables)?;
+    let tables = calibrate::read(&args.measured)?;
     spinner.set_message("fitting");
     let fitted = calibrate::fit(&tables);
     spinner.finish_and_clear();

@@ -5,7 +5,7 @@ use super::{Outcome, Result, args, report};
 use crate::planfile::{PlanFile, assignment_text};
 use anyhow::Context;
 use dplan_ir::layers;
-use dplan_ir::plan::{Gathered, LayerPlan, Offload};
+use dplan_ir::plan::{Gathered, LayerPlan, Offload, Plan, Schedule};
 use dplan_ir::rule::Assignment;
 use dplan_planner::explain::{Alternative, Note, explain};
 use dplan_planner::pins::Pins;
@@ -46,9 +46,14 @@ pub fn run(args: Args) -> Result<Outcome> {
     let mut planner = Planner::new(request(&file, &classes, space, &args)).map_err(|why| anyhow::anyhow!("{}: {why}", args.plan.display()))?;
     let notes = explain(&planner.problem, &mut planner.prices, &file.plan)
         .with_context(|| format!("{}: the plan is not one that this dplan would make; compile it again", args.plan.display()))?;
+    let orders = orders(&file, &classes, &args)?;
     if args.json {
         let layers: Vec<Value> = notes.iter().map(|note| object(&file, note, &chosen)).collect();
-        output::say!("{}", json!({ "step_seconds": chosen.step.seconds(), "largest_total_bytes": largest(&chosen), "layers": layers }));
+        let orders: Vec<Value> = orders.iter().map(|(schedule, found)| order_object(*schedule, found.as_ref())).collect();
+        output::say!(
+            "{}",
+            json!({ "step_seconds": chosen.step.seconds(), "largest_total_bytes": largest(&chosen), "layers": layers, "schedules": orders })
+        );
         return Ok(Outcome::Done);
     }
     output::put!("{}", report::choice(&file));
@@ -56,7 +61,56 @@ pub fn run(args: Args) -> Result<Outcome> {
     for note in &notes {
         output::put!("{}", text(&file, note, &chosen));
     }
+    if !orders.is_empty() {
+        output::say!(
+            "\nother orders of the passes, with the same ranks (simulated; {} is {})",
+            file.plan.schedule.name(),
+            seconds(chosen.simulated.seconds())
+        );
+    }
+    for (schedule, found) in &orders {
+        output::say!("{}", order_text(*schedule, found.as_ref(), &chosen));
+    }
     Ok(Outcome::Done)
+}
+
+/// The best plan of every other schedule that has the same ranks, nothing where there is none; of a pipeline.
+fn orders(file: &PlanFile, classes: &[u32], args: &Args) -> Result<Vec<(Schedule, Option<(Plan, Prediction)>)>> {
+    let plan = &file.plan;
+    // `gpipe` costs what `1f1b` does and keeps more.
+    let others = Schedule::ALL.into_iter().filter(|&s| plan.pp() > 1 && s != plan.schedule && s != Schedule::GPipe);
+    let best = |schedule: Schedule| -> Result<_> {
+        let (dp, ep, cp, tp, pp) = (plan.dp, plan.ep, plan.cp, plan.tp, plan.pp());
+        let pins = Pins::parse(&format!("dp={dp},ep={ep},cp={cp},tp={tp},pp={pp},schedule={}", schedule.name()))?;
+        match Planner::new(request(file, classes, pins, args)).and_then(|mut p| p.search()) {
+            Ok(answer) => {
+                let prediction = predict(&file.graph, classes, &file.cluster, &answer.plan)?;
+                Ok((schedule, Some((answer.plan, prediction))))
+            }
+            Err(Refusal::Solver(fault)) => Err(fault.into()),
+            Err(_) => Ok((schedule, None)),
+        }
+    };
+    others.map(best).collect()
+}
+
+fn order_text(schedule: Schedule, found: Option<&(Plan, Prediction)>, chosen: &Prediction) -> String {
+    let name = schedule.name();
+    let Some((plan, other)) = found else { return format!("  {name:<12} nothing fits") };
+    let parts = if plan.virtual_stages > 1 { format!(", {} virtual stages each", plan.virtual_stages) } else { String::new() };
+    let (step, memory) = (seconds(other.simulated.seconds()), gib(largest(other)));
+    let percent = (other.simulated.seconds() / chosen.simulated.seconds() - 1.0) * 100.0;
+    format!("  {name:<12} {step} ({percent:+.1} %) with micro-batches of {}{parts}, {memory} at most: --pin schedule={name}", plan.micro_batch)
+}
+
+fn order_object(schedule: Schedule, found: Option<&(Plan, Prediction)>) -> Value {
+    let of = |(plan, other): &(Plan, Prediction)| {
+        json!({
+            "virtual": plan.virtual_stages, "micro_batch": plan.micro_batch, "step_seconds": other.step.seconds(),
+            "simulated_seconds": other.simulated.seconds(), "largest_total_bytes": largest(other),
+        })
+    };
+    json!({ "schedule": schedule.name(), "best": found.map(of) })
 }
 
 fn request<'a>(file: &'a PlanFile, classes: &'a [u32], pins: Pins, args: &Args) -> Request<'a> {

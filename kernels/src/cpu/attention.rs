@@ -141,7 +141,9 @@ impl AttentionKernel {
                     let (lo, hi) = self.seen_in(&tile, i);
                     row[..lo].fill(T::ZERO);
                     row[hi..].fill(T::ZERO);
-                    row[lo..hi].iter_mut().for_each(|s| *s = (*s - log_sum).exp());
+                    for s in &mut row[lo..hi] {
+                        *s = (*s - log_sum).exp();
+                    }
                 }
             });
             let dy_rows = self.query_rows(&tile, dy, e);
@@ -250,10 +252,14 @@ impl AttentionKernel {
         }
         let largest = max(seen);
         let largest = sink.filter(|&s| s > largest).unwrap_or(largest);
-        seen.iter_mut().for_each(|s| *s = (*s - largest).exp());
+        for s in &mut *seen {
+            *s = (*s - largest).exp();
+        }
         let total = sum(seen.len(), |j| seen[j].to_f64()) + sink.map_or(0.0, |s| (s.to_f64() - largest.to_f64()).exp());
         let factor = T::from_f64(1.0 / total);
-        seen.iter_mut().for_each(|s| *s = *s * factor);
+        for s in &mut *seen {
+            *s = *s * factor;
+        }
         largest.to_f64() + total.ln()
     }
 

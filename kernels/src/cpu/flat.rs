@@ -9,7 +9,11 @@ use super::vector::vectorized;
 
 /// dst ← dst + src.
 pub fn add_into<T: Float>(src: &[T], dst: &mut [T]) {
-    vectorized(|| dst.iter_mut().zip(src).for_each(|(d, s)| *d += *s));
+    vectorized(|| {
+        for (d, s) in dst.iter_mut().zip(src) {
+            *d += *s;
+        }
+    });
 }
 
 /// Elements whose squares are summed in one go.

@@ -129,8 +129,17 @@ pub fn put<T: Float>(dst: &mut T, value: T, write: Write) {
 #[inline(always)]
 pub fn fill<T: Float>(dst: &mut [T], write: Write, f: impl Fn(usize) -> T) {
     match write {
-        Write::Set => dst.iter_mut().enumerate().for_each(|(i, d)| *d = f(i)),
-        Write::Add => dst.iter_mut().enumerate().for_each(|(i, d)| *d += f(i)),
+        // Loops of their own, no `for_each`: what is inlined becomes vector code of the caller.
+        Write::Set => {
+            for (i, d) in dst.iter_mut().enumerate() {
+                *d = f(i);
+            }
+        }
+        Write::Add => {
+            for (i, d) in dst.iter_mut().enumerate() {
+                *d += f(i);
+            }
+        }
     }
 }
 

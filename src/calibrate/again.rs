@@ -1,0 +1,72 @@
+//! What a recorded run of a plan teaches: the machine that it was run on, and whether another plan would be quicker there.
+
+use super::own;
+use crate::compare::observe::observe;
+use crate::compile::{CompileError, Options, best};
+use crate::planfile::PlanFile;
+use crate::profile::Profile;
+use crate::profile::analyse::Analysis;
+use dplan_ir::layers;
+use dplan_ir::plan::Plan;
+use dplan_planner::lower::LowerError;
+use dplan_planner::machine::Machine;
+use dplan_planner::pins::Pins;
+use dplan_planner::predict::{Prediction, predict};
+use dplan_planner::request::Solver;
+
+#[derive(Debug, thiserror::Error)]
+pub enum AgainError {
+    #[error("the profile is of another plan: {0}")]
+    OtherPlan(String),
+    #[error("the profile names no instructions of the plan; `dplan run --profile` records one that does")]
+    Nameless,
+    #[error("the plan cannot be priced: {0}")]
+    Plan(#[from] LowerError),
+    #[error("planning again: {0}")]
+    Again(#[from] CompileError),
+}
+
+/// A plan and its run, on the machine it was made for and on the one that was seen.
+#[derive(Clone, Debug)]
+pub struct Again {
+    /// The plan's cluster, with the numbers that predict best what its ranks did.
+    pub machine: Machine,
+    /// Mean errors of single instructions, weighted by time, on the plan's cluster and on `machine`.
+    pub errors: (f64, f64),
+    /// The plan's step as it was predicted, and as it is on `machine`.
+    pub step: (Prediction, Prediction),
+    /// Seconds; the median where the profile marks steps.
+    pub measured: Option<f64>,
+    /// The best plan for `machine`, without pins, and its step.
+    pub best: (Plan, Prediction),
+}
+
+/// Fits the machine of a plan to a run of it, and plans again.
+///
+/// # Errors
+/// A profile of another plan, or one that does not name instructions.
+pub fn again(file: &PlanFile, profile: &Profile, analysis: &Analysis) -> Result<Again, AgainError> {
+    let observations = observe(file, profile, &file.cluster).map_err(AgainError::OtherPlan)?;
+    if observations.is_empty() {
+        return Err(AgainError::Nameless);
+    }
+    let (machine, before, after) = own::fit(&file.cluster, &[(file.clone(), observations)]);
+    let classes = layers::classes(&file.graph);
+    let on = |machine: &Machine| predict(&file.graph, &classes, machine, &file.plan);
+    let step = (on(&file.cluster)?, on(&machine)?);
+    let mut forward = file.graph.clone();
+    forward.strip_backward();
+    let options = Options {
+        cluster: machine.clone(),
+        batch: file.plan.batch(),
+        compute: file.plan.compute,
+        optimizer: file.plan.optimizer,
+        clip: file.plan.clip,
+        pins: Pins::default(),
+        memory_limit: None,
+        solver: Solver::Exact,
+        deadline: None,
+    };
+    let measured = analysis.step_median.or(analysis.step_mean).map(|ns| ns as f64 * 1e-9);
+    Ok(Again { machine, errors: (before, after), step, measured, best: best(&forward, &options)? })
+}

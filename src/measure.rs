@@ -43,14 +43,16 @@ pub struct Measured {
 /// If a layout cannot be compiled or run.
 pub fn measure(machine: &Machine, progress: &dyn Fn(&str)) -> anyhow::Result<Measured> {
     let mut seen: Vec<(PlanFile, Vec<Observation>)> = Vec::new();
-    let mut runs = Vec::new();
+    let (mut runs, mut steps) = (Vec::new(), Vec::new());
     for pins in layouts(machine.devices()) {
         progress(&pins);
         let (plan, observations, seconds) = run(machine, &pins).with_context(|| format!("measuring under {pins}"))?;
         runs.push((pins, seconds));
+        steps.push((plan.clone(), seconds));
         seen.push((plan, observations));
     }
     let (machine, before, after) = own::fit(machine, &seen);
+    let machine = own::fit_steps(&machine, &steps);
     Ok(Measured { machine, before, after, runs })
 }
 

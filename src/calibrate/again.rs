@@ -50,7 +50,9 @@ pub fn again(file: &PlanFile, profile: &Profile, analysis: &Analysis) -> Result<
     if observations.is_empty() {
         return Err(AgainError::Nameless);
     }
+    let measured = analysis.step_median.or(analysis.step_mean).map(|ns| ns as f64 * 1e-9);
     let (machine, before, after) = own::fit(&file.cluster, &[(file.clone(), observations)]);
+    let machine = measured.map_or_else(|| machine.clone(), |seconds| own::fit_steps(&machine, &[(file.clone(), seconds)]));
     let classes = layers::classes(&file.graph);
     let on = |machine: &Machine| predict(&file.graph, &classes, machine, &file.plan);
     let step = (on(&file.cluster)?, on(&machine)?);
@@ -67,6 +69,5 @@ pub fn again(file: &PlanFile, profile: &Profile, analysis: &Analysis) -> Result<
         solver: Solver::Exact,
         deadline: None,
     };
-    let measured = analysis.step_median.or(analysis.step_mean).map(|ns| ns as f64 * 1e-9);
     Ok(Again { machine, errors: (before, after), step, measured, best: best(&forward, &options)? })
 }

@@ -3,12 +3,17 @@
 //! Fitted are the numbers the cost model has for a device and its links, nothing else: rate and grains of products, time between kernels, memory bandwidth, α
 //! and β inside a node. Each instruction counts by the time it took, so that the sum over a step, which is what plans are compared by, is met best. A
 //! call took the median of all calls, so that what else the machine does disturbs least.
+//!
+//! A step is more than its instructions: ranks that share a core wait for it between them, and who waits for a peer is woken late. So when instructions are met, whole steps
+//! are: by a factor on all that a rank does alone, one on α and one on β ([`fit_steps`]).
 
 use super::minimise::minimise;
 use crate::compare::observe::{Observation, Work};
 use crate::planfile::PlanFile;
 use dplan_ir::dtype::DType;
+use dplan_ir::layers;
 use dplan_planner::machine::{Curves, DeviceSpec, Link, Machine, Peak};
+use dplan_planner::predict::predict;
 use dplan_planner::units::{Millionths, Nanos, PerSecond};
 use std::sync::Arc;
 
@@ -28,6 +33,47 @@ pub fn fit(machine: &Machine, seen: &[(PlanFile, Vec<Observation>)]) -> (Machine
     let before = error(machine, seen);
     let after = error(&fitted, seen);
     (fitted, before, after)
+}
+
+/// `machine` with its rates changed so that the steps of some plans take what they were seen to take, in seconds. Fewer than three plans do not tell rates apart: there is
+/// one factor then.
+pub fn fit_steps(machine: &Machine, seen: &[(PlanFile, f64)]) -> Machine {
+    let classes: Vec<Vec<u32>> = seen.iter().map(|(plan, _)| layers::classes(&plan.graph)).collect();
+    let factors = |p: &[f64]| match *p {
+        [alone, latency, bytes] => (alone, latency, bytes),
+        [all] => (all, all, all),
+        _ => (1.0, 1.0, 1.0),
+    };
+    let miss = |p: &[f64]| {
+        if p.iter().any(|f| !(0.02..=50.0).contains(f)) {
+            return f64::INFINITY;
+        }
+        let machine = slowed(machine, factors(p));
+        let of = |((plan, seconds), classes): (&(PlanFile, f64), &Vec<u32>)| match predict(&plan.graph, classes, &machine, &plan.plan) {
+            Ok(p) if *seconds > 0.0 => (p.step.seconds() / seconds).ln().abs(),
+            _ => 0.0,
+        };
+        // Of answers that are as good, the nearest to what instructions say.
+        seen.iter().zip(&classes).map(of).sum::<f64>() + p.iter().map(|f| 0.01 * f.ln().abs()).sum::<f64>()
+    };
+    let start = vec![1.0; if seen.len() < 3 { 1 } else { 3 }];
+    slowed(machine, factors(&minimise(miss, &start, &vec![0.5; start.len()], 120)))
+}
+
+/// A machine on which ranks' own work takes `alone` times as long, a collective's first byte `latency` times, its bytes `bytes` times.
+fn slowed(machine: &Machine, (alone, latency, bytes): (f64, f64, f64)) -> Machine {
+    let rate = |r: PerSecond, by: f64| PerSecond(((r.0 as f64 / by) as u64).max(1));
+    let time = |t: Nanos, by: f64| Nanos((t.0 as f64 * by).round() as u64);
+    let Peak { f64, f32, bf16, f16 } = machine.device.peak;
+    let peak = Peak { f64: rate(f64, alone), f32: rate(f32, alone), bf16: rate(bf16, alone), f16: rate(f16, alone) };
+    let (launch, bandwidth) = (time(machine.device.launch, alone), rate(machine.device.bandwidth, alone));
+    let link = |link: Link| Link { latency: time(link.latency, latency), bandwidth: rate(link.bandwidth, bytes) };
+    Machine {
+        device: DeviceSpec { peak, launch, bandwidth, ..machine.device.clone() },
+        intra: link(machine.intra),
+        inter: link(machine.inter),
+        ..machine.clone()
+    }
 }
 
 /// Mean error of an instruction, weighted by the time it took.
@@ -94,9 +140,10 @@ fn fit_link(machine: &Machine, seen: &[(PlanFile, Vec<Observation>)]) -> Link {
     link(&minimise(loss, &[10.0, 2.0], &[1.0, 0.5], 200))
 }
 
-/// What took any time, with the plan it was seen under.
+/// What took any time, with the plan it was seen under. Messages are left out: a receive waits for its sender and a send for its receiver, and no third span says how
+/// long either waited, while a collective's shortest span is that of the member that came last.
 fn observations(seen: &[(PlanFile, Vec<Observation>)]) -> impl Iterator<Item = (&PlanFile, &Observation)> {
-    seen.iter().flat_map(|(plan, all)| all.iter().map(move |o| (plan, o))).filter(|(_, o)| o.measured > 0)
+    seen.iter().flat_map(|(plan, all)| all.iter().map(move |o| (plan, o))).filter(|(_, o)| o.measured > 0 && !matches!(o.work, Work::Message { .. }))
 }
 
 /// How far off a prediction is, as a logarithm, weighted by the time that the instruction took.

@@ -37,7 +37,7 @@ fn train(file: &PlanFile) -> (Left, Vec<RankMemory>) {
     session.initialise(1).unwrap();
     let hyper = Hyper { lr: 0.01, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, momentum: 0.9, clip: 1.0 };
     let step = |step: u64| {
-        let scalars = StepScalars { hyper, step: step + 1, inv_tokens: 1.0 / feed.targets() as f64, loss_scale: 1.0 };
+        let scalars = StepScalars::new(hyper, step + 1, 1.0 / feed.targets() as f64);
         session.step(&scalars, &Arc::new(feed.batch(step).unwrap())).unwrap().loss
     };
     let losses = (0..4).map(step).collect();

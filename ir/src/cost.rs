@@ -68,6 +68,8 @@ pub fn op_cost(op: &Op, ins: &[&LocalType], outs: &[&LocalType]) -> OpCost {
             vector(1)
         }
         Op::Act(_) | Op::Gated(_) => vector(8),
+        // Ten rounds of two products for every four elements.
+        Op::Dropout { .. } => vector(16),
         Op::ActGrad(_) | Op::GatedGrad(_) => vector(12),
         Op::RmsNorm { .. } | Op::LayerNorm { .. } => vector(6),
         Op::RmsNormGradInput { .. } | Op::LayerNormGradInput { .. } | Op::RmsNormGradWeight { .. } | Op::LayerNormGradWeight { .. } => vector(8),
@@ -96,6 +98,7 @@ pub fn is_cheap(op: &Op) -> bool {
         | Op::Add
         | Op::Sub
         | Op::Neg
+        | Op::Dropout { .. }
         | Op::Act(_)
         | Op::ActGrad(_)
         | Op::Gated(_)

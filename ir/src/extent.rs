@@ -7,7 +7,8 @@
 //! With a dim of padded size `P` cut by axes of `n` ranks, the rank at position `i` along them holds `[i·P/n, (i+1)·P/n)`; elements from the dim's logical size on
 //! are padding.
 
-use crate::entity::ValueId;
+use crate::dropout::Draws;
+use crate::entity::{NodeId, ValueId};
 use crate::graph::{Graph, Node};
 use crate::mesh::Mesh;
 use crate::order::Order;
@@ -41,7 +42,7 @@ impl Extent {
 }
 
 /// What an op needs to know besides its operands.
-#[derive(Clone, PartialEq, Debug, Default)]
+#[derive(Clone, PartialEq, Debug)]
 pub struct OpContext {
     /// The extent of each factor, in the order of the rule's factors.
     pub extents: Vec<(Label, Extent)>,
@@ -49,6 +50,10 @@ pub struct OpContext {
     pub inv_tokens: f64,
     /// [`crate::op::StepScalar::LossScale`].
     pub loss_scale: f64,
+    /// The forward node whose op, or whose derivative, this is.
+    pub node: NodeId,
+    /// What dropout draws with; its sequence is the micro-batch's first.
+    pub draws: Draws,
     /// How positions lie along the sequence.
     pub order: Order,
 }
@@ -57,6 +62,10 @@ impl OpContext {
     /// The same with a scaled loss.
     pub fn scaled(self, loss_scale: f64) -> OpContext {
         OpContext { loss_scale, ..self }
+    }
+    /// The same with dropout.
+    pub fn drawing(self, draws: Draws) -> OpContext {
+        OpContext { draws, ..self }
     }
     /// The position in the sequence of element `at` of a rank's block, where the factor `label` counts positions.
     pub fn position(&self, label: Label, at: u64) -> u64 {
@@ -95,7 +104,7 @@ pub fn context(graph: &Graph, node: &Node, ins: &[&Sharding], outs: &[&Sharding]
             }
         }
     }
-    OpContext { extents, inv_tokens, loss_scale: 1.0, order: graph.order }
+    OpContext { extents, inv_tokens, loss_scale: 1.0, node: node.origin, draws: Draws::default(), order: graph.order }
 }
 
 /// The context of `node` on one device that holds everything.

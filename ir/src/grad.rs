@@ -114,6 +114,7 @@ fn has_derivative(op: &Op, at: usize) -> bool {
         | Op::Add
         | Op::Sub
         | Op::Neg
+        | Op::Dropout { .. }
         | Op::Act(_)
         | Op::ActGrad(_)
         | Op::Gated(_)
@@ -219,6 +220,7 @@ impl Backward {
                 self.emit(id, Op::Neg, &[dy], &[1]);
             }
             Op::Neg => self.emit(id, Op::Neg, &[dy], &[0]),
+            Op::Dropout { rate } => self.emit(id, Op::Dropout { rate: *rate }, &[dy], &[0]),
             Op::Act(f) => self.emit(id, Op::ActGrad(*f), &[x(0), dy], &[0]),
             Op::Gated(f) => self.emit(id, Op::GatedGrad(*f), &[x(0), x(1), dy], &[0, 1]),
             Op::RmsNorm { eps } => {

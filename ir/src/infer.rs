@@ -14,7 +14,7 @@ use crate::rule::rule;
 pub fn arity(op: &Op) -> (usize, usize) {
     match op {
         Op::MeanGrad => (0, 1),
-        Op::SumLeading { .. } | Op::Neg | Op::Act(_) | Op::Rope(_) | Op::AddPositionGrad | Op::Mean => (1, 1),
+        Op::SumLeading { .. } | Op::Neg | Op::Dropout { .. } | Op::Act(_) | Op::Rope(_) | Op::AddPositionGrad | Op::Mean => (1, 1),
         Op::AppendGradHead | Op::AppendGradTail | Op::CorrectionGrad => (1, 1),
         Op::TopKGate(router) => match router.correction {
             Correction::No => (1, 1),
@@ -78,6 +78,7 @@ pub fn results(op: &Op, ins: &[&Type]) -> Result<Vec<Type>, String> {
         | Op::Add
         | Op::Sub
         | Op::Neg
+        | Op::Dropout { .. }
         | Op::Act(_)
         | Op::ActGrad(_)
         | Op::Gated(_)
@@ -213,6 +214,7 @@ fn ranks(op: &Op, ins: &[&Type]) -> Result<(), String> {
         | Op::LayerNormGradWeight { .. }
         | Op::CeStats
         | Op::CeStatsGrad => &[(0, 1..=26)],
+        Op::Dropout { .. } => &[(0, 2..=26)],
         Op::Add | Op::Sub | Op::Neg | Op::Act(_) | Op::ActGrad(_) | Op::Gated(_) | Op::GatedGrad(_) | Op::Mean | Op::MeanGrad => &[],
     };
     for (operand, range) in need {

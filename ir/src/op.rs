@@ -232,6 +232,11 @@ pub enum Op {
     Sub,
     /// `(x) → −x`.
     Neg,
+    /// `(x[b,s,…]) → x`, each element zero or divided by 1 − rate, by its place in model and data ([`crate::dropout`]). Its own derivative.
+    Dropout {
+        /// Part of the elements that becomes zero: from 0, none, to less than 1.
+        rate: f64,
+    },
     /// `(x) → f(x)`.
     Act(Activation),
     /// `(x, dy) → dy · f′(x)`.

@@ -1,5 +1,6 @@
 //! The update rules, as scalar equations, and which parameters weight decay pulls. Every executor (interpreter, CPU and CUDA kernels) computes these.
 
+use crate::dropout::Draws;
 use crate::entity::{ParamId, Table};
 use crate::graph::Graph;
 use crate::op::Op;
@@ -95,12 +96,14 @@ pub struct StepScalars {
     /// Factor on the loss's gradient, so that short types do not lose the small ones (arXiv:1710.03740): a power of two, 1 where nothing is short. The
     /// norm's and the update's gradients are divided by it.
     pub loss_scale: f64,
+    /// Dropout, from the step's first sequence on.
+    pub draws: Draws,
 }
 
 impl StepScalars {
-    /// A step without loss scaling.
+    /// A step without loss scaling and dropout.
     pub fn new(hyper: Hyper, step: u64, inv_tokens: f64) -> StepScalars {
-        StepScalars { hyper, step, inv_tokens, loss_scale: 1.0 }
+        StepScalars { hyper, step, inv_tokens, loss_scale: 1.0, draws: Draws::default() }
     }
     /// The norm of the gradients, from that of the scaled ones.
     pub fn norm(&self, scaled: f64) -> f64 {

@@ -144,7 +144,7 @@ pub fn rule(op: &Op, in_ranks: &[usize], out_ranks: &[usize]) -> Rule {
             build(&[x], &[kept], |_| Free)
         }
         Op::Add => Rule { linear: Linear::Yes, ..pointwise(Free) },
-        Op::Sub | Op::Neg => pointwise(Free),
+        Op::Sub | Op::Neg | Op::Dropout { .. } => pointwise(Free),
         Op::Act(_) | Op::ActGrad(_) | Op::Gated(_) | Op::GatedGrad(_) => pointwise(Free),
         Op::RmsNorm { .. } => norm(&x, in_ranks[1], &["x", "w"], &["x"], Free),
         Op::RmsNormGradInput { .. } => norm(&x, in_ranks[1], &["x", "w", "x"], &["x"], Free),

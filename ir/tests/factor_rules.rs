@@ -4,6 +4,7 @@
 mod cases;
 
 use cases::Case;
+use dplan_ir::dropout::Draws;
 use dplan_ir::dtype::DType;
 use dplan_ir::entity::{DimId, NodeId, ValueId};
 use dplan_ir::extent::{Seat, context, node_rule};
@@ -17,7 +18,10 @@ use dplan_ir::sharding::{LocalType, Monoid, Padded, Sharding};
 use std::collections::BTreeSet;
 
 /// Variants of [`dplan_ir::op::Op`].
-const OPS: usize = 43;
+const OPS: usize = 44;
+
+/// Of dropout.
+const DRAWS: Draws = Draws { seed: 3, sequence: 2 };
 
 #[test]
 fn evaluating_blocks_gives_blocks_of_the_whole_for_every_op_and_assignment() {
@@ -89,7 +93,7 @@ fn rules_that_claim_more_are_caught() {
 fn for_each_node(mut f: impl FnMut(&Check<'_>, &Rule)) {
     for case in cases::all() {
         let graph = differentiate(&case.graph).unwrap_or_else(|why| panic!("{}: {why}", case.graph.name));
-        let run = GraphRun::new(&graph, &case.params, &case.inputs, case.inv_tokens);
+        let run = GraphRun::drawing(&graph, &case.params, &case.inputs, case.inv_tokens, DRAWS);
         for sizes in [[2, 3], [2, 2]] {
             let mesh = Mesh { axes: sizes.iter().enumerate().map(|(i, &size)| Axis { name: format!("tp{i}"), size }).collect() };
             for (id, node) in graph.nodes.iter() {
@@ -139,7 +143,7 @@ impl Check<'_> {
         let mut results: Vec<Vec<Tensor>> = Vec::new();
         for local_rank in 0..self.mesh.ranks() {
             let seat = Seat { mesh: self.mesh, padded: &padded, local_rank };
-            let ctx = context(self.graph, self.node, &ins, &outs, seat, self.case.inv_tokens);
+            let ctx = context(self.graph, self.node, &ins, &outs, seat, self.case.inv_tokens).drawing(DRAWS);
             let blocks: Vec<Tensor> = self.node.inputs.iter().zip(&place.ins).map(|(&v, s)| self.block(v, s, &padded, local_rank)).collect();
             let types: Vec<LocalType> = self.node.outputs.iter().zip(&place.outs).map(|(&v, s)| self.local_type(v, s, &padded)).collect();
             let got = op::eval(&self.node.op, &ctx, &blocks.iter().collect::<Vec<_>>(), &types);

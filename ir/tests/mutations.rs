@@ -7,12 +7,15 @@ mod naive;
 
 use std::collections::BTreeMap;
 
+use dplan_ir::entity::NodeId;
 use dplan_ir::grad::differentiate;
 use dplan_ir::graph::Graph;
 use dplan_ir::interp::Tensor;
 use dplan_ir::interp::program::ProgramRun;
+use dplan_ir::op::Op;
 use dplan_ir::optimizer::{Hyper, Optimizer, StepScalars};
-use dplan_ir::program::{Program, Role};
+use dplan_ir::program::{Instr, Program, Role};
+use dplan_ir::verify::graph::verify_graph;
 use dplan_ir::verify::mutate::{Damage, Rewrite};
 use dplan_ir::verify::program::verify_program;
 use naive::{Shape, lower};
@@ -172,4 +175,60 @@ fn rewritten_programs_are_accepted_and_train_alike() {
         assert!(trained(&subject, &program, 3).is_some_and(|got| alike(&got, &want)), "{}: after all rewrites", subject.what);
     }
     assert_eq!(applied.len(), Rewrite::ALL.len(), "{applied:?}");
+}
+
+/// What dropout draws with is the node that runs, the node that this derives from, and the micro-batch: each of them wrong, in every way there is, is noticed
+/// without running.
+#[test]
+fn wrong_keys_of_dropout_are_noticed() {
+    let case = cases::all().into_iter().find(|c| c.graph.name == "dropped").unwrap_or_else(|| panic!("no case"));
+    let mut forward = case.graph.clone();
+    forward.set_batch(2);
+    let graph = differentiate(&forward).unwrap_or_else(|why| panic!("{why}"));
+    let dropouts: Vec<NodeId> = graph.nodes.iter().filter(|(_, n)| matches!(n.op, Op::Dropout { .. })).map(|(id, _)| id).collect();
+    let base = Shape { dp: 2, tp: 2, pp: 1, micro_batches: 2, zero: 0, one_f_one_b: true, optimizer: Optimizer::AdamW, seed: 5 };
+    let mut tried = 0;
+    for shape in [base, Shape { tp: 1, pp: 2, ..base }] {
+        let program = lower(&graph, shape);
+        assert!(verify_program(&graph, &program).is_ok());
+        for (stage, at) in program.stages.iter().enumerate().flat_map(|(s, p)| p.segments.ids().map(move |id| (s, id))) {
+            for place in 0..program.stages[stage].segments[at].body.len() {
+                for &other in &dropouts {
+                    let mut damaged = program.clone();
+                    let Instr::Run { node, .. } = &mut damaged.stages[stage].segments[at].body[place].instr else { continue };
+                    if dropouts.contains(node) && *node != other {
+                        *node = other;
+                        tried += 1;
+                        assert!(verify_program(&graph, &damaged).is_err(), "stage {stage} {at}[{place}] drops as {other} does");
+                    }
+                }
+            }
+        }
+        for pick in 0..64 {
+            let (damaged, at) = Damage::WrongMicroBatch.apply(&program, pick).unwrap_or_else(|| panic!("no micro-batches"));
+            assert!(verify_program(&graph, &damaged).is_err(), "{at}");
+        }
+    }
+    assert!(tried > 40, "{tried}");
+    // The graph says what a backward node derives from.
+    let mut wrong = Vec::new();
+    for &id in &dropouts {
+        let mut damaged = |damage: &dyn Fn(&mut Graph)| {
+            let mut graph = graph.clone();
+            damage(&mut graph);
+            wrong.push((id, verify_graph(&graph)));
+        };
+        damaged(&|g| g.nodes[id].op = Op::Dropout { rate: 1.0 });
+        damaged(&|g| g.nodes[id].op = Op::Dropout { rate: f64::NAN });
+        if graph.nodes[id].origin == id {
+            continue;
+        }
+        damaged(&|g| g.nodes[id].op = Op::Dropout { rate: 0.25 });
+        for &other in dropouts.iter().filter(|&&o| o != graph.nodes[id].origin && graph.nodes[o].origin == o) {
+            damaged(&|g| g.nodes[id].origin = other);
+            damaged(&|g| g.nodes[id].inputs = vec![g.cotangents[g.nodes[other].outputs[0]].unwrap_or_else(|| panic!("no cotangent"))]);
+        }
+    }
+    assert!(wrong.len() > 20, "{}", wrong.len());
+    wrong.iter().for_each(|(id, errors)| assert!(!errors.is_empty(), "{id}"));
 }

@@ -4,6 +4,7 @@ mod cases;
 mod naive;
 
 use cases::Case;
+use dplan_ir::dropout::Draws;
 use dplan_ir::dtype::DType;
 use dplan_ir::grad::differentiate;
 use dplan_ir::graph::Graph;
@@ -77,7 +78,8 @@ fn trains_alike(case: &Case, graph: &Graph, program: &Program, shape: Shape, wha
             vec![row(0), row(1)]
         };
         let inputs: Vec<Vec<Tensor>> = (0..shape.micro_batches).map(batch).collect();
-        let scalars = StepScalars::new(HYPER, step, 0.03);
+        let draws = Draws { seed: 5, sequence: 10 * step };
+        let scalars = StepScalars { draws, ..StepScalars::new(HYPER, step, 0.03) };
         let want = train_step(graph, &mut state, &inputs, &scalars, shape.optimizer);
         let got = run.step(&inputs, &scalars).unwrap_or_else(|why| panic!("{what}: {why}"));
         close(got.loss, want.loss, &format!("{what}: loss of step {step}"));

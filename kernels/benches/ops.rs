@@ -2,7 +2,9 @@
 
 use std::time::Instant;
 
+use dplan_ir::dropout::Draws;
 use dplan_ir::dtype::DType;
+use dplan_ir::entity::NodeId;
 use dplan_ir::extent::{Extent, OpContext};
 use dplan_ir::graph::Layout;
 use dplan_ir::op::{Activation, Attention, Mask, Op, Rope, Rotation, Spec};
@@ -55,6 +57,8 @@ fn measure(name: &str, op: &Op, in_ranks: &[usize], out_ranks: &[usize], sizes: 
         extents: rule.factors.iter().map(|f| (f.label, Extent::whole(size(f.label)))).collect(),
         inv_tokens: 1.0,
         loss_scale: 1.0,
+        node: NodeId(0),
+        draws: Draws::default(),
         order: Default::default(),
     };
     let index = |at: usize| matches!((op, at), (Op::CeStats | Op::CeStatsGrad, 1));
@@ -67,7 +71,7 @@ fn measure(name: &str, op: &Op, in_ranks: &[usize], out_ranks: &[usize], sizes: 
     let blocks: Vec<Block<'_>> = (0..in_types.len()).map(|i| if index(i) { Block::I32(&ints[i]) } else { Block::F32(&floats[i]) }).collect();
     let mut outs: Vec<Vec<f32>> = out_types.iter().map(|t| vec![0.0; t.elems() as usize]).collect();
     let mut scratch = vec![0.0f32; kernel.scratch_elems()];
-    let run = Run { write: Write::Set, inv_tokens: 1.0, loss_scale: 1.0, threads: Threads::Caller };
+    let run = Run { write: Write::Set, inv_tokens: 1.0, loss_scale: 1.0, draws: Draws::default(), threads: Threads::Caller };
     let mut best = f64::INFINITY;
     for _ in 0..30 {
         let mut views: Vec<BlockMut<'_>> = outs.iter_mut().map(|o| BlockMut::F32(o)).collect();

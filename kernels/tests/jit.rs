@@ -43,6 +43,8 @@ fn cases(dtype: DType) -> Vec<Case> {
     let mut all = vec![
         case(Op::GatedGrad(dplan_ir::op::Activation::Silu), &[3, 3, 3], &[3, 3], rows(), dtype),
         case(Op::Act(dplan_ir::op::Activation::GeluTanh), &[3], &[3], rows(), dtype),
+        case(Op::Dropout { rate: 0.1 }, &[3], &[3], rows(), dtype),
+        case(Op::Dropout { rate: 0.1 }, &[2], &[2], vec![letter('a', 1), letter('b', 3)], dtype),
         case(Op::RmsNorm { eps }, &[3, 1], &[3], rows(), dtype),
         case(Op::RmsNormGradInput { eps }, &[3, 1, 3], &[3], rows(), dtype),
         case(Op::RmsNormGradWeight { eps }, &[3, 3], &[1], rows(), dtype),

@@ -70,6 +70,7 @@ pub fn is_follower(op: &Op) -> bool {
         | Op::Add
         | Op::Sub
         | Op::Neg
+        | Op::Dropout { .. }
         | Op::Act(_)
         | Op::ActGrad(_)
         | Op::Gated(_)

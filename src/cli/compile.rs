@@ -3,7 +3,7 @@
 use super::model::{self, ModelArgs};
 use super::output::{self, gib, seconds};
 use super::sensitivity::{self, Scenario, Sensitivity};
-use super::{Failure, Outcome, Result, args, progress, report};
+use super::{Failure, Outcome, Result, args, dropout, progress, report};
 use crate::certfile::Certificate;
 use crate::cluster;
 use crate::compile::{CompileError, Compiled, Options, compile, fewest_devices};
@@ -43,6 +43,10 @@ pub struct Args {
     batch: Option<u64>,
     #[arg(long, default_value = "adamw")]
     optimizer: OptimizerName,
+    /// Train with dropout [default: none, whatever the config says]: one rate for the embedding and for each term that attention and feed-forward add to the residual
+    /// stream, or `config` for the rates of the config's keys (resid_pdrop, embd_pdrop, hidden_dropout, hidden_dropout_prob). Attention probabilities are never dropped.
+    #[arg(long, value_name = "P|config", value_parser = dropout::asked)]
+    dropout: Option<dropout::Asked>,
     /// Choices already made: dp tp pp micro zero recompute schedule sp; values joined by +, zero@0-11=3 for a range of layers.
     #[arg(long, default_value = "", value_name = "k=v,…")]
     pin: String,
@@ -95,8 +99,9 @@ pub fn run(args: Args) -> Result<Outcome> {
     }
     let pins = Pins::parse(&args.pin)?;
     let machine = cluster::parse(&args.cluster)?;
-    let model = model::load_for(&args.model, &args.options, default_precision(&machine))?;
+    let mut model = model::load_for(&args.model, &args.options, default_precision(&machine))?;
     let mut notes = model.notes.clone();
+    notes.extend(dropout::apply(&mut model, args.dropout)?);
     let batch = args.batch.unwrap_or_else(|| {
         let batch = DEFAULT_BATCH * machine.devices();
         notes.push(format!("batch {batch}: {DEFAULT_BATCH} sequences a device; --batch says otherwise"));

@@ -8,6 +8,7 @@ mod calibrate;
 mod cat;
 mod compare;
 mod compile;
+mod dropout;
 mod explain;
 mod inspect;
 mod kernels;

@@ -104,6 +104,11 @@ impl<'a> At<'a> {
         self.value.as_f64().filter(|n| n.is_finite()).ok_or_else(|| self.wrong(&self.found(), "a number"))
     }
     /// # Errors
+    /// If it is not a number from 0 to less than 1; `right` says what it should be.
+    pub fn rate(&self, right: &str) -> Result<f64, ImportError> {
+        self.number().ok().filter(|n| (0.0..1.0).contains(n)).ok_or_else(|| self.wrong(&self.found(), right))
+    }
+    /// # Errors
     /// If it is not a number above zero.
     pub fn positive_number(&self) -> Result<f64, ImportError> {
         self.number().ok().filter(|n| *n > 0.0).ok_or_else(|| self.wrong(&self.found(), "a number above 0"))

@@ -11,6 +11,7 @@ pub mod weights;
 
 use std::path::Path;
 
+use dplan_ir::dropout::Rates;
 use dplan_ir::dtype::DType;
 use dplan_ir::graph::Graph;
 use dplan_ir::op::Op;
@@ -57,6 +58,16 @@ impl Default for ImportOptions {
     }
 }
 
+/// The dropout that a Hugging Face config asks for.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct Dropout {
+    pub rates: Rates,
+    /// Of attention probabilities, which no op of ours does.
+    pub attention: f64,
+    /// The keys that are not 0, and their rates: `resid_pdrop 0.1`.
+    pub keys: Vec<String>,
+}
+
 /// An imported model.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Model {
@@ -69,6 +80,8 @@ pub struct Model {
     pub max_positions: Option<u64>,
     /// The element type the file says the weights are in.
     pub default_dtype: DType,
+    /// Dropout that the file asks for and the graph does not have: `dropout::insert` puts it there.
+    pub dropout: Dropout,
     /// What the importer chose or left out, in sentences for the user.
     pub notes: Vec<String>,
 }

@@ -1,5 +1,6 @@
 //! A whole graph, and a whole training step, on one device.
 
+use crate::dropout::Draws;
 use crate::dtype::DType;
 use crate::entity::{ParamId, Table, ValueId};
 use crate::extent::whole_context;
@@ -20,6 +21,14 @@ impl GraphRun {
     /// # Panics
     /// If parameters or inputs are not of the shapes the graph says, or the graph does not verify.
     pub fn new(graph: &Graph, params: &Table<ParamId, Tensor>, inputs: &[Tensor], inv_tokens: f64) -> GraphRun {
+        GraphRun::drawing(graph, params, inputs, inv_tokens, Draws::default())
+    }
+
+    /// As [`GraphRun::new`], with dropout.
+    ///
+    /// # Panics
+    /// As [`GraphRun::new`].
+    pub fn drawing(graph: &Graph, params: &Table<ParamId, Tensor>, inputs: &[Tensor], inv_tokens: f64, draws: Draws) -> GraphRun {
         assert_eq!((graph.params.len(), graph.inputs.len()), (params.len(), inputs.len()), "parameters and inputs of `{}`", graph.name);
         let mut run = GraphRun { values: Table::filled(graph.values.len(), None) };
         for (id, value) in graph.values.iter() {
@@ -37,7 +46,7 @@ impl GraphRun {
         for node in graph.nodes.values() {
             let ins: Vec<&Tensor> = node.inputs.iter().map(|&v| run.get(v)).collect();
             let outs: Vec<LocalType> = node.outputs.iter().map(|&v| whole_type(graph, v)).collect();
-            let results = op::eval(&node.op, &whole_context(graph, node, inv_tokens), &ins, &outs);
+            let results = op::eval(&node.op, &whole_context(graph, node, inv_tokens).drawing(draws), &ins, &outs);
             for (&v, result) in node.outputs.iter().zip(results) {
                 run.values[v] = Some(result);
             }
@@ -102,8 +111,9 @@ pub fn train_step_of(
 ) -> StepReport {
     let mut loss = 0.0;
     let mut grads: Table<ParamId, Tensor> = state.params.map(|_, p| p.map(|_| 0.0));
-    for inputs in micro_batches {
-        let run = GraphRun::new(graph, &state.params, inputs, scalars.inv_tokens);
+    let sequences = graph.batch.map_or(0, |d| graph.size(d));
+    for (m, inputs) in (0..).zip(micro_batches) {
+        let run = GraphRun::drawing(graph, &state.params, inputs, scalars.inv_tokens, scalars.draws.after(m * sequences));
         loss += graph.loss.map_or(0.0, |v| run.get(v).data[0]);
         for (p, sum) in grads.iter_mut() {
             *sum = sum.zip(&run.grad(graph, p), |x, y| x + y);

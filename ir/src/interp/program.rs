@@ -243,6 +243,8 @@ impl<'a> ProgramRun<'a> {
                 let seat = Seat { mesh: &self.program.mesh, padded: &self.program.padded, local_rank: self.local(rank) };
                 let (i, o) = (of_ins.iter().collect::<Vec<_>>(), of_outs.iter().collect::<Vec<_>>());
                 let ctx = context(self.graph, node, &i, &o, seat, scalars.inv_tokens).scaled(scalars.loss_scale);
+                let sequences = self.graph.batch.map_or(0, |d| self.graph.size(d));
+                let ctx = ctx.drawing(scalars.draws.after(m * sequences));
                 let operands: Vec<Tensor> = ins.iter().map(|&b| self.tensor(rank, b, m)).collect();
                 let types: Vec<LocalType> = node.outputs.iter().zip(&of_outs).map(|(&v, s)| self.local_type(&self.graph.values[v].ty, s)).collect();
                 let results = op::eval(&node.op, &ctx, &operands.iter().collect::<Vec<_>>(), &types);

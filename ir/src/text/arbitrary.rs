@@ -134,6 +134,7 @@ pub fn op(kind: u64, rng: &mut Rng) -> Op {
         39 => Op::CorrectionGrad,
         40 => Op::AddExpertBias,
         41 => Op::ExpertBiasGrad,
+        42 => Op::Dropout { rate: rng.real() },
         _ => Op::CombineGradGate,
     }
 }

@@ -15,6 +15,7 @@ pub fn op_name(op: &Op) -> &'static str {
         Op::Add => "add",
         Op::Sub => "sub",
         Op::Neg => "neg",
+        Op::Dropout { .. } => "dropout",
         Op::Act(_) => "act",
         Op::ActGrad(_) => "act_grad",
         Op::Gated(_) => "gated",
@@ -197,6 +198,10 @@ pub fn put_op(out: &mut String, op: &Op, tables: &TableNames) {
         }
         Op::Attention(a) | Op::AttentionGrad(a) | Op::AttentionSink(a) => put_attention(out, a),
         Op::TopKGate(r) | Op::TopKGateGrad(r) => put_router(out, r),
+        Op::Dropout { rate } => {
+            out.push_str(" rate=");
+            put_real(out, *rate);
+        }
         Op::AddBias
         | Op::Add
         | Op::Sub
@@ -234,6 +239,7 @@ pub fn op(p: &mut Parser<'_>, tables: &mut Tables) -> Parsed<Op> {
         "add" => Op::Add,
         "sub" => Op::Sub,
         "neg" => Op::Neg,
+        "dropout" => Op::Dropout { rate: p.real_of("rate")? },
         "act" => Op::Act(activation(p)?),
         "act_grad" => Op::ActGrad(activation(p)?),
         "gated" => Op::Gated(activation(p)?),

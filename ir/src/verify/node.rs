@@ -2,8 +2,9 @@
 
 use std::collections::BTreeSet;
 
+use crate::dropout;
 use crate::entity::ValueId;
-use crate::graph::{Graph, Layout, Node};
+use crate::graph::{Graph, Layout, Node, Phase};
 use crate::op::{Op, Router};
 
 /// Numbers in the op, against the sizes of its operands.
@@ -45,6 +46,7 @@ pub fn attributes(graph: &Graph, node: &Node) -> Option<String> {
             let (positions, rows) = (size(node.inputs[0], 1), size(node.inputs[1], 0));
             (positions > rows).then(|| format!("{positions} positions, but the table has {rows} rows"))
         }
+        Op::Dropout { rate } => dropout(graph, node, *rate),
         Op::Einsum(_)
         | Op::ExpertEinsum(_)
         | Op::AddBias
@@ -73,6 +75,23 @@ pub fn attributes(graph: &Graph, node: &Node) -> Option<String> {
         | Op::CombineGradRows
         | Op::CombineGradGate => None,
     }
+}
+
+/// What is drawn follows from the node that a node derives from and from the places of elements: a backward node takes the cotangent of its origin's result.
+fn dropout(graph: &Graph, node: &Node, rate: f64) -> Option<String> {
+    if !(0.0..1.0).contains(&rate) {
+        return Some(format!("rate {rate} should be from 0 to less than 1"));
+    }
+    if !dropout::has_places(graph, node.inputs[0]) {
+        return Some("the first two dims should be the batch and the sequence, of a dense value".into());
+    }
+    let origin = &graph.nodes[node.origin];
+    if origin.op != node.op {
+        return Some("drops other elements than the node it derives from".into());
+    }
+    let dropped = origin.outputs.first().and_then(|&y| graph.cotangents.get(y).copied().flatten());
+    let right = node.phase == Phase::Forward || dropped == Some(node.inputs[0]);
+    (!right).then(|| "should take the cotangent of what the node it derives from dropped from".into())
 }
 
 /// The router's numbers, against how many experts there are.

@@ -3,6 +3,7 @@
 //! Sizes are odd or otherwise awkward where a dim may be padded, and divisible by 2 and 3 where it may not.
 
 use dplan_ir::build::Builder;
+use dplan_ir::dropout::{self, Rates};
 use dplan_ir::dtype::DType;
 use dplan_ir::entity::{DimId, ParamId, Table, ValueId};
 use dplan_ir::graph::{Graph, Init, Phase, Type};
@@ -23,7 +24,18 @@ pub fn all() -> Vec<Case> {
     let mut all = vec![gpt(), grouped_query_window_tied(), experts(Renormalize::Yes), experts(Renormalize::No), sums(), latent_attention()];
     all.extend([Renormalize::Yes, Renormalize::No].map(grouped_experts));
     all.push(sinks());
+    all.push(dropped());
     all
+}
+
+const RATES: Rates = Rates { embedding: 0.2, residual: 0.4 };
+
+/// Dropout of the embedding and of all that is added to the residual stream.
+fn dropped() -> Case {
+    let case = gpt();
+    let mut graph = dropout::insert(&case.graph, RATES);
+    graph.name = "dropped".into();
+    Case { graph, ..case }
 }
 
 /// Layer norms with biases, learned positions, every activation.

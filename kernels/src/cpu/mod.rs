@@ -12,6 +12,7 @@
 pub mod append;
 pub mod attention;
 pub mod block;
+pub mod dropout;
 pub mod embed;
 pub mod experts;
 pub mod flat;
@@ -26,6 +27,7 @@ pub mod vector;
 pub mod wide;
 
 use dplan_ir::cost::workspace_bytes;
+use dplan_ir::dropout::Draws;
 use dplan_ir::dtype::DType;
 use dplan_ir::extent::OpContext;
 use dplan_ir::op::Op;
@@ -58,6 +60,8 @@ pub struct Run {
     pub inv_tokens: f64,
     /// [`dplan_ir::op::StepScalar::LossScale`] of this step.
     pub loss_scale: f64,
+    /// What dropout draws with, from the micro-batch's first sequence on.
+    pub draws: Draws,
     /// Who computes the products.
     pub threads: Threads,
 }
@@ -80,6 +84,7 @@ enum Form {
     Product(product::Product),
     ExpertProduct(experts::ExpertProduct),
     Pointwise(pointwise::Pointwise),
+    Dropout(dropout::DropoutKernel),
     Norm(norm::Norm),
     Rope(rope::RopeKernel),
     Attention(attention::AttentionKernel),
@@ -117,6 +122,7 @@ impl Kernel {
             Op::Add => Form::Pointwise(Pointwise::Add),
             Op::Sub => Form::Pointwise(Pointwise::Sub),
             Op::Neg => Form::Pointwise(Pointwise::Neg),
+            Op::Dropout { rate } => Form::Dropout(dropout::DropoutKernel::new(context, &rule.ins[0], *rate)),
             Op::Act(f) => Form::Pointwise(Pointwise::Act(*f)),
             Op::ActGrad(f) => Form::Pointwise(Pointwise::ActGrad(*f)),
             Op::Gated(f) => Form::Pointwise(Pointwise::Gated(*f)),
@@ -191,6 +197,7 @@ impl Kernel {
             Form::Product(p) => p.run(T::of(ins[0]), T::of(ins[1]), T::of_mut(&mut outs[0]), run),
             Form::ExpertProduct(p) => p.run(T::of(ins[0]), T::of(ins[1]), T::of(ins[2]), T::of_mut(&mut outs[0]), run),
             Form::Pointwise(p) => p.run::<T>(ins, outs, run.write),
+            Form::Dropout(d) => d.run::<T>(ins, outs, run),
             Form::Norm(n) => n.run::<T>(ins, outs, run.write),
             Form::Rope(r) => r.run(T::of(ins[0]), T::of_mut(&mut outs[0]), run.write),
             Form::Attention(a) => a.forward::<T>(ins, outs, &mut T::of_mut(&mut scratch)[..self.scratch], run),

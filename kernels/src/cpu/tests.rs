@@ -1,6 +1,7 @@
 //! Every kernel against the meaning of its op, on random blocks: odd sizes, offsets, padding, both element types, set and add.
 
 use super::*;
+use dplan_ir::entity::NodeId;
 use dplan_ir::extent::Extent;
 use dplan_ir::graph::Layout;
 use dplan_ir::init;
@@ -28,6 +29,9 @@ fn spec(left: &str, right: &str, out: &str) -> Spec {
 
 const TOP_K: u64 = 2;
 
+/// Of dropout.
+const DRAWS: Draws = Draws { seed: 3, sequence: 11 };
+
 fn cases() -> Vec<Case> {
     let rows: &[(char, u64, u64, u64)] = &[('a', 0, 3, 3), ('b', 5, 7, 19), ('c', 0, 37, 37)];
     let wide: &[(char, u64, u64, u64)] = &[('a', 0, 3, 3), ('b', 0, 67, 67), ('c', 0, 131, 131)];
@@ -48,6 +52,9 @@ fn cases() -> Vec<Case> {
         case(Op::Add, &[3, 3], &[3], rows),
         case(Op::Sub, &[3, 3], &[3], rows),
         case(Op::Neg, &[3], &[3], rows),
+        case(Op::Dropout { rate: 0.25 }, &[3], &[3], rows),
+        case(Op::Dropout { rate: 0.5 }, &[2], &[2], rows),
+        case(Op::Dropout { rate: 0.1 }, &[4], &[4], &[('a', 2, 3, 8), ('b', 4, 5, 20), ('c', 6, 3, 9), ('d', 5, 7, 13)]),
         case(Op::RmsNorm { eps: 1e-5 }, &[3, 1], &[3], rows),
         case(Op::RmsNormGradInput { eps: 1e-5 }, &[3, 1, 3], &[3], rows),
         case(Op::RmsNormGradWeight { eps: 1e-5 }, &[3, 3], &[1], wide),
@@ -181,7 +188,14 @@ fn check_in(case: &Case, order: Order, dtype: DType, write: Write, tolerance: f6
     let mut random = Random(in_ranks.len() as u64 * 17 + letters.len() as u64);
     let rule = rule(op, in_ranks, out_ranks);
     let extent = |label: char| letters.iter().find(|l| l.0 == label).map(|&(_, start, len, logical)| Extent { start, len, logical }).expect("letter");
-    let context = OpContext { extents: rule.factors.iter().map(|f| (f.label, extent(f.label))).collect(), inv_tokens: 0.125, loss_scale: 8.0, order };
+    let context = OpContext {
+        extents: rule.factors.iter().map(|f| (f.label, extent(f.label))).collect(),
+        inv_tokens: 0.125,
+        loss_scale: 8.0,
+        node: NodeId(9),
+        draws: DRAWS,
+        order,
+    };
     let local = |labels: &Vec<char>, dtype: DType| LocalType {
         dtype,
         dims: labels.iter().map(|&l| extent(l).len).collect(),
@@ -241,7 +255,7 @@ fn check_in(case: &Case, order: Order, dtype: DType, write: Write, tolerance: f6
 
 /// Runs a kernel on data given, and returned, as f64.
 fn run(kernel: &Kernel, dtype: DType, ins: &[Tensor], types: &[LocalType], outs: Vec<Vec<f64>>, write: Write) -> Vec<Vec<f64>> {
-    let run = Run { write, inv_tokens: 0.125, loss_scale: 8.0, threads: Threads::Caller };
+    let run = Run { write, inv_tokens: 0.125, loss_scale: 8.0, draws: DRAWS, threads: Threads::Caller };
     let ints: Vec<Vec<i32>> = ins.iter().map(|t| t.data.iter().map(|&x| x as i32).collect()).collect();
     if dtype == DType::F64 {
         let blocks: Vec<Block<'_>> =
@@ -288,7 +302,14 @@ fn products_with_nothing_to_sum_are_zero() {
 fn a_spec_that_is_no_matrix_product_is_refused() {
     let ty = |dims: &[u64]| LocalType { dtype: DType::F32, dims: dims.to_vec(), layout: Layout::Dense, experts: 0 };
     let refuse = |op: &Op, l: &[u64], r: &[u64], o: &[u64], why: &str| {
-        let error = Kernel::prepare(op, &OpContext::default(), &[ty(l), ty(r)], &[ty(o)]).expect_err("refused").to_string();
+        let error = Kernel::prepare(
+            op,
+            &OpContext { extents: Vec::new(), inv_tokens: 1.0, loss_scale: 1.0, node: NodeId(0), draws: DRAWS, order: Order::Straight },
+            &[ty(l), ty(r)],
+            &[ty(o)],
+        )
+        .expect_err("refused")
+        .to_string();
         assert!(error.contains(why), "{error}");
     };
     refuse(&einsum("abc", "bd", "acd"), &[2, 3, 4], &[3, 5], &[2, 4, 5], "do not stand together");

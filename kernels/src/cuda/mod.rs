@@ -12,6 +12,7 @@
 //! allocates once for all kernels of a stream.
 
 pub mod attention;
+pub mod dropout;
 pub mod embed;
 pub mod flat;
 pub mod loss;
@@ -76,6 +77,8 @@ pub enum Arg {
     /// The step's scalars ([`scalars`]).
     Scalars,
     Int(i64),
+    /// So many for each micro-batch of the step before this one.
+    MicroBatch(i64),
 }
 
 /// One kernel launch. Grids are one-dimensional: 2³¹ − 1 blocks, where a second dim would end at 65,535.
@@ -124,15 +127,20 @@ pub enum PrepareError {
     Sizes(String),
 }
 
-pub type Scalars = [f64; 11];
+pub type Scalars = [f64; 15];
 pub const SCALAR_BYTES: u64 = size_of::<Scalars>() as u64;
 
-/// The step scalars as kernels read them, in double: loss divisor, lr, β₁, β₂, ε, weight decay, momentum, clip, 1 − β₁ᵗ, √(1 − β₂ᵗ), loss scale.
+/// The step scalars as kernels read them, in double: loss divisor, lr, β₁, β₂, ε, weight decay, momentum, clip, 1 − β₁ᵗ, √(1 − β₂ᵗ), loss scale;
+/// in words of 32 bits the key that dropout draws with and the step's first sequence, low words first.
 pub fn scalars(at: &dplan_ir::optimizer::StepScalars) -> Scalars {
     let (h, t) = (&at.hyper, i32::try_from(at.step).unwrap_or(i32::MAX));
     let clip = if h.clip.is_finite() { h.clip } else { f64::MAX };
     let corrections = [1.0 - h.beta1.powi(t), (1.0 - h.beta2.powi(t)).sqrt()];
-    [at.inv_tokens, h.lr, h.beta1, h.beta2, h.eps, h.weight_decay, h.momentum, clip, corrections[0], corrections[1], at.loss_scale]
+    let [key, sequence] = [at.draws.key(), [at.draws.sequence as u32, (at.draws.sequence >> 32) as u32]].map(|words| words.map(f64::from));
+    let numbers = [at.inv_tokens, h.lr, h.beta1, h.beta2, h.eps, h.weight_decay, h.momentum, clip, corrections[0], corrections[1], at.loss_scale];
+    let mut all = Scalars::default();
+    all.iter_mut().zip(numbers.into_iter().chain(key).chain(sequence)).for_each(|(to, number)| *to = number);
+    all
 }
 
 /// An op on blocks of one size and place.
@@ -161,6 +169,10 @@ pub fn prepare(d: &Descriptor<'_>) -> Result<Routine, PrepareError> {
         Op::Sub => pointwise::elementwise(&mut b, "u = x - y;", None),
         Op::Neg => pointwise::elementwise(&mut b, "u = -x;", None),
         Op::MeanGrad => pointwise::elementwise(&mut b, "u = x;", None),
+        Op::Dropout { rate } => {
+            let dims: Vec<_> = (0..rule.ins[0].len()).map(|dim| extent(0, dim)).collect();
+            dropout::dropout(&mut b, *rate, &dims)?;
+        }
         Op::Act(f) => pointwise::elementwise(&mut b, "acc s; activation(x, u, s);", Some(*f)),
         Op::ActGrad(f) => pointwise::elementwise(&mut b, "acc s; activation(x, v, s); u = y * s;", Some(*f)),
         Op::Gated(f) => pointwise::elementwise(&mut b, "acc s; activation(x, u, s); u = u * y;", Some(*f)),

@@ -49,11 +49,13 @@ pub struct Options {
     pub seed: u64,
     /// Blocks of each launch to run, from this one on; all if `None`.
     pub blocks: Option<(u64, u64)>,
+    /// Micro-batches of the step before this one.
+    pub micro_batch: i64,
 }
 
 impl Options {
     pub fn seeded(seed: u64) -> Options {
-        Options { seed, blocks: None }
+        Options { seed, blocks: None, micro_batch: 0 }
     }
 }
 
@@ -141,7 +143,7 @@ impl Library {
                 Arg::Scalars => Some((ins.len(), 0)),
                 Arg::Out(i) => Some((ins.len() + 1 + i, 0)),
                 Arg::Aux(at) => Some((ins.len() + 1 + outs.len(), at)),
-                Arg::Int(_) => None,
+                Arg::Int(_) | Arg::MicroBatch(_) => None,
             };
             let args: Vec<RawArg> = launch
                 .args
@@ -149,6 +151,7 @@ impl Library {
                 .map(|arg| match (index(arg), arg) {
                     (Some((at, offset)), _) => RawArg { kind: 0, memory: &raw mut memories[at], offset, integer: 0 },
                     (None, Arg::Int(i)) => RawArg { kind: 1, memory: std::ptr::null_mut(), offset: 0, integer: *i },
+                    (None, Arg::MicroBatch(i)) => RawArg { kind: 1, memory: std::ptr::null_mut(), offset: 0, integer: i * options.micro_batch },
                     (None, _) => unreachable!("only integers have no memory"),
                 })
                 .collect();

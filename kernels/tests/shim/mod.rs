@@ -1,7 +1,9 @@
 //! Random blocks for an op, its kernels run through the shim, and the f64 reference that they must meet.
 #![allow(dead_code)]
 
+use dplan_ir::dropout::Draws;
 use dplan_ir::dtype::DType;
+use dplan_ir::entity::NodeId;
 use dplan_ir::extent::{Extent, OpContext};
 use dplan_ir::graph::Layout;
 use dplan_ir::init;
@@ -11,6 +13,8 @@ use dplan_ir::order::Order;
 use dplan_ir::program::Write;
 use dplan_ir::rule::rule;
 use dplan_ir::sharding::LocalType;
+use dplan_kernels::cpu::block::{Block, BlockMut};
+use dplan_kernels::cpu::{Kernel, Run, Threads};
 use dplan_kernels::cuda::{Alignment, Descriptor, Launch, Routine, prepare};
 use dplan_kernels::shim::{self, Library, Options, Ran};
 use std::path::{Path, PathBuf};
@@ -154,6 +158,16 @@ pub fn ulp(v: f64, dtype: DType) -> f64 {
 pub const INV_TOKENS: f64 = 0.125;
 pub const LOSS_SCALE: f64 = 4.0;
 pub const SCALARS: [f64; 11] = [INV_TOKENS, 0.01, 0.9, 0.999, 1e-8, 0.1, 0.9, 1.0, 0.1, 0.0316, LOSS_SCALE];
+/// Of dropout; sequences beyond 32 bits.
+pub const DRAWS: Draws = Draws { seed: 11, sequence: (3 << 32) - 2 };
+/// The micro-batch that shims run.
+pub const MICRO_BATCH: u64 = 3;
+
+/// The scalars of a step, those of dropout behind the others.
+pub fn step_scalars() -> Vec<f64> {
+    let [key, sequence] = [DRAWS.key(), [DRAWS.sequence as u32, (DRAWS.sequence >> 32) as u32]];
+    SCALARS.into_iter().chain(key.into_iter().chain(sequence).map(f64::from)).collect()
+}
 
 /// Types of the operands that are not the compute type.
 fn operand(op: &Op, at: usize, dtype: DType) -> DType {
@@ -173,6 +187,41 @@ fn result(op: &Op, at: usize, dtype: DType) -> DType {
     }
 }
 
+/// What a case's op knows besides its operands.
+fn context(case: &Case) -> OpContext {
+    let extent = |label: char| {
+        let of = case.letters.iter().find(|l| l.0 == label);
+        of.map(|&(_, start, len, logical)| Extent { start, len, logical }).unwrap_or_else(|| panic!("{:?} has no {label}", case.op))
+    };
+    let sequences = case.letters.first().map_or(0, |l| l.3);
+    OpContext {
+        extents: rule(&case.op, &case.ranks.0, &case.ranks.1).factors.iter().map(|f| (f.label, extent(f.label))).collect(),
+        inv_tokens: INV_TOKENS,
+        loss_scale: LOSS_SCALE,
+        node: NodeId(7),
+        draws: DRAWS.after(MICRO_BATCH * sequences),
+        order: case.order,
+    }
+}
+
+/// The result of a case with one operand on a CPU rank.
+pub fn cpu(case: &Case, x: &[f64]) -> Vec<f64> {
+    let ty = LocalType { dtype: case.dtype, dims: case.letters.iter().map(|l| l.2).collect(), layout: Layout::Dense, experts: 0 };
+    let context = context(case);
+    let ty = std::slice::from_ref(&ty);
+    let kernel = Kernel::prepare(&case.op, &context, ty, ty).unwrap_or_else(|e| panic!("{e}"));
+    let run = Run { write: case.write, inv_tokens: INV_TOKENS, loss_scale: LOSS_SCALE, draws: context.draws, threads: Threads::Caller };
+    if case.dtype == DType::F64 {
+        let mut y = vec![0.0; x.len()];
+        kernel.run(&[Block::F64(x)], &mut [BlockMut::F64(&mut y)], BlockMut::F64(&mut []), &mut [], run);
+        return y;
+    }
+    let x: Vec<f32> = x.iter().map(|&x| x as f32).collect();
+    let mut y = vec![0.0f32; x.len()];
+    kernel.run(&[Block::F32(&x)], &mut [BlockMut::F32(&mut y)], BlockMut::F32(&mut []), &mut [], run);
+    y.into_iter().map(f64::from).collect()
+}
+
 pub fn make(case: &Case, random: &mut Random) -> Prepared {
     let Case { op, ranks: (in_ranks, out_ranks), letters, dtype, .. } = case;
     let rule = rule(op, in_ranks, out_ranks);
@@ -180,12 +229,7 @@ pub fn make(case: &Case, random: &mut Random) -> Prepared {
         let of = letters.iter().find(|l| l.0 == label);
         of.map(|&(_, start, len, logical)| Extent { start, len, logical }).unwrap_or_else(|| panic!("{op:?} has no {label}"))
     };
-    let context = OpContext {
-        extents: rule.factors.iter().map(|f| (f.label, extent(f.label))).collect(),
-        inv_tokens: INV_TOKENS,
-        loss_scale: LOSS_SCALE,
-        order: case.order,
-    };
+    let context = context(case);
     let local = |labels: &Vec<char>, dtype: DType| LocalType {
         dtype,
         dims: labels.iter().map(|&l| extent(l).len).collect(),
@@ -291,7 +335,8 @@ impl Prepared {
         let ins: Vec<&[u8]> = self.ins.iter().map(Buffer::bytes).collect();
         let ran = {
             let mut results: Vec<&mut [u8]> = outs.iter_mut().map(Buffer::bytes_mut).collect();
-            library.run(&routine, &ins, &mut results, &SCALARS, Options::seeded(seed))?
+            let options = Options { micro_batch: MICRO_BATCH as i64, ..Options::seeded(seed) };
+            library.run(&routine, &ins, &mut results, &step_scalars(), options)?
         };
         Ok((outs, ran))
     }

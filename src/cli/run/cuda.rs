@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use anyhow::{anyhow, ensure};
 use clap::ValueEnum;
+use dplan_ir::dropout::Draws;
 use dplan_ir::dtype::DType;
 use dplan_ir::optimizer::StepScalars;
 use dplan_ir::program::{Role, Scalar};
@@ -64,7 +65,8 @@ pub fn run(args: &Args, file: &PlanFile, plan: u64, feed: Feed, weights: Option<
     let mut took = 0.0;
     for step in 0..args.steps {
         let (sequences, batch) = batches.take().map_err(Failure::fault)?;
-        let scalars = StepScalars::new(hyper(args, file, step), step + 1, 1.0 / targets);
+        let scalars =
+            StepScalars { draws: Draws { seed, sequence: sequences }, ..StepScalars::new(hyper(args, file, step), step + 1, 1.0 / targets) };
         let result = session.step(&scalars, &batch).map_err(Failure::fault)?;
         took += result.seconds;
         if let Some(what) = not_finite(has_loss.then_some(result.loss), result.grad_norm) {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
+use dplan_ir::dropout::Draws;
 use dplan_ir::optimizer::StepScalars;
 use dplan_ir::program::Role;
 use serde_json::json;
@@ -234,7 +235,8 @@ impl Run {
         let step = at.position.step;
         let hyper = hyper(&self.args, &self.file, step);
         let loss_scale = if self.file.plan.compute.scales_loss() { at.position.loss_scale.value() } else { 1.0 };
-        let scalars = StepScalars { loss_scale, ..StepScalars::new(hyper, at.position.updates + 1, 1.0 / self.feed.targets() as f64) };
+        let draws = Draws { seed: at.position.seed, sequence: at.position.sequences };
+        let scalars = StepScalars { loss_scale, draws, ..StepScalars::new(hyper, at.position.updates + 1, 1.0 / self.feed.targets() as f64) };
         let twice = self.args.replay > 0 && (step + 1).is_multiple_of(self.args.replay);
         let Some([before, after]) = at.images.as_mut().filter(|_| twice) else {
             let result = at.session.step(&scalars, batch)?;

@@ -32,7 +32,7 @@ use dplan_ir::op::Op;
 use dplan_ir::rule::rule;
 
 use super::json::At;
-use super::{ImportError, ImportOptions, Model, limits};
+use super::{Dropout, ImportError, ImportOptions, Model, limits};
 use op::Written;
 use unify::{Classes, Var};
 
@@ -116,7 +116,15 @@ pub fn model(root: &At<'_>, file_name: &str, options: &ImportOptions) -> Result<
     limits::check(root.file(), &graph)?;
     dplan_ir::grad::differentiate(&graph)
         .map_err(|e| loss_at.wrong(&format!("cannot be trained on: {e}"), "the `mean` that all parameters lead to"))?;
-    Ok(Model { graph, name: name.into(), family: "graph".into(), max_positions: None, default_dtype: DType::F32, notes: Vec::new() })
+    Ok(Model {
+        graph,
+        name: name.into(),
+        family: "graph".into(),
+        max_positions: None,
+        default_dtype: DType::F32,
+        dropout: Dropout::default(),
+        notes: Vec::new(),
+    })
 }
 
 /// The named dims, and which of them is the batch.

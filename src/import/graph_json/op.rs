@@ -23,13 +23,16 @@ pub enum Written {
     CrossEntropy,
 }
 
+const RATE: &str = "the part of the elements that becomes zero, from 0 to less than 1";
+
 /// Each op, and the attributes it may have.
-pub const OPS: [(&str, &[&str]); 19] = [
+pub const OPS: [(&str, &[&str]); 20] = [
     ("einsum", &["spec"]),
     ("add_bias", &[]),
     ("add", &[]),
     ("sub", &[]),
     ("neg", &[]),
+    ("dropout", &["rate"]),
     ("act", &["function"]),
     ("gated", &["function"]),
     ("rms_norm", &["eps"]),
@@ -73,6 +76,7 @@ pub fn read(node: &At<'_>) -> Result<Written, ImportError> {
         "add" => Op::Add,
         "sub" => Op::Sub,
         "neg" => Op::Neg,
+        "dropout" => Op::Dropout { rate: node.need("rate", RATE)?.rate(RATE)? },
         "act" => Op::Act(function(node)?),
         "gated" => Op::Gated(function(node)?),
         "rms_norm" => Op::RmsNorm { eps: eps(node)? },

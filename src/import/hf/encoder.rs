@@ -5,8 +5,8 @@ use dplan_ir::entity::ValueId;
 use dplan_ir::graph::Piece;
 use dplan_ir::op::{Activation, Attention, Mask, Op};
 
-use super::Context;
 use super::net::{Net, Sizes, Targets, whole};
+use super::{Context, Dropped};
 use crate::import::{ImportError, limits};
 
 /// What all blocks share.
@@ -37,7 +37,7 @@ pub fn bert(context: &mut Context<'_>) -> Result<(Net, u64), ImportError> {
     {
         return Err(at.wrong(&at.found(), "absolute"));
     }
-    context.note_dropout(&["hidden_dropout_prob", "attention_probs_dropout_prob"])?;
+    dropout(context, 0.1)?;
     context.notes.push("trained to predict its words: the head is that of a masked language model".into());
     let (block, heads) = block(context, Norms::After)?;
     let seq = context.seq(positions)?;
@@ -91,7 +91,7 @@ pub fn vit(context: &mut Context<'_>) -> Result<(Net, u64), ImportError> {
     if let Some(seq) = context.options.seq.filter(|&seq| seq != positions) {
         return Err(ImportError::Sequence { file: config.file().into(), seq, positions });
     }
-    context.note_dropout(&["hidden_dropout_prob", "attention_probs_dropout_prob"])?;
+    dropout(context, 0.0)?;
     let (block, heads) = block(context, Norms::Before)?;
     let sizes = Sizes { seq: positions, hidden: block.hidden, kv_heads: heads, group: 1, head: block.head, ffn: block.ffn, vocab: labels };
     let mut net = Net::new(context, &sizes, Targets::PerSequence)?;
@@ -125,6 +125,12 @@ pub fn vit(context: &mut Context<'_>) -> Result<(Net, u64), ImportError> {
     let logits = net.bias("logits", "classifier.bias", &[d.v], logits)?;
     net.loss(logits)?;
     Ok((net, positions))
+}
+
+/// Dropout, which is `default` where keys are absent.
+fn dropout(context: &mut Context<'_>, default: f64) -> Result<(), ImportError> {
+    let hidden = &[Dropped::Embedding, Dropped::Residual];
+    context.dropout(&[("hidden_dropout_prob", hidden, default), ("attention_probs_dropout_prob", &[Dropped::Attention], default)])
 }
 
 /// The block's numbers, and how many heads it has.

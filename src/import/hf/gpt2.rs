@@ -6,8 +6,8 @@ use dplan_ir::entity::ValueId;
 use dplan_ir::graph::Init;
 use dplan_ir::op::{Activation, Attention, Mask, Op};
 
-use super::Context;
 use super::net::{Net, Sizes, Targets, part};
+use super::{Context, Dropped};
 use crate::import::{ImportError, limits};
 
 /// Numbers all blocks share.
@@ -66,7 +66,11 @@ pub fn build(context: &mut Context<'_>) -> Result<(Net, u64), ImportError> {
         hidden,
         ffn,
     };
-    context.note_dropout(&["resid_pdrop", "embd_pdrop", "attn_pdrop"])?;
+    context.dropout(&[
+        ("resid_pdrop", &[Dropped::Residual], 0.1),
+        ("embd_pdrop", &[Dropped::Embedding], 0.1),
+        ("attn_pdrop", &[Dropped::Attention], 0.1),
+    ])?;
     let seq = context.seq(positions)?;
     let mut net = Net::new(context, &Sizes { seq, hidden, kv_heads: heads, group: 1, head, ffn, vocab }, Targets::PerToken)?;
 

@@ -9,7 +9,7 @@ use super::experts;
 use super::families::{AttentionKind, Bias, Family, FfnKind, Turning, WindowRule, family};
 use super::latent;
 use super::net::{Net, Sizes, Targets};
-use super::{Context, rope};
+use super::{Context, Dropped, rope};
 use crate::import::json::At;
 use crate::import::{ImportError, limits};
 
@@ -53,7 +53,10 @@ pub fn build(context: &mut Context<'_>, name: &str) -> Result<(Net, u64), Import
     let layers = context.layers(&["num_hidden_layers"], family.layers)?;
     let vocab = context.size("vocab_size", family.vocab)?;
     let positions = context.size("max_position_embeddings", family.positions)?;
-    context.note_dropout(&["attention_dropout", "resid_pdrop", "embd_pdrop"])?;
+    context.dropout(&[("attention_dropout", &[Dropped::Attention], 0.0)])?;
+    if name == "phi3" {
+        context.dropout(&[("resid_pdrop", &[Dropped::Residual], 0.0), ("embd_pdrop", &[Dropped::Embedding], 0.0)])?;
+    }
     leave_out(context, name)?;
     let seq = context.seq(positions)?;
     let latent = match family.attention {

@@ -20,7 +20,18 @@ use dplan_ir::dtype::DType;
 use dplan_ir::op::Activation;
 
 use super::json::At;
-use super::{ImportError, ImportOptions, Model, limits, nearest};
+use super::{Dropout, ImportError, ImportOptions, Model, limits, nearest};
+
+/// What a key of dropout is about.
+#[derive(Clone, Copy)]
+enum Dropped {
+    /// What the embedding hands to the first block.
+    Embedding,
+    /// What attention and feed-forward add to the residual stream.
+    Residual,
+    /// Attention probabilities.
+    Attention,
+}
 
 /// Families that are understood, as `model_type` spells them.
 pub const FAMILIES: [&str; 20] = [
@@ -54,6 +65,7 @@ struct Context<'a> {
     config: &'a At<'a>,
     name: &'a str,
     options: &'a ImportOptions,
+    dropout: Dropout,
     notes: Vec<String>,
 }
 
@@ -70,7 +82,7 @@ pub fn model(config: &At<'_>, name: &str, options: &ImportOptions) -> Result<Mod
         None => (config, Vec::new()),
     };
     let family = family(config, options)?;
-    let mut context = Context { config, name, options, notes };
+    let mut context = Context { config, name, options, dropout: Dropout::default(), notes };
     let (net, positions) = match family {
         "gpt2" => gpt2::build(&mut context)?,
         "gpt_neox" => parallel::build(&mut context, parallel::Family::GptNeoX)?,
@@ -87,6 +99,7 @@ pub fn model(config: &At<'_>, name: &str, options: &ImportOptions) -> Result<Mod
         family: family.into(),
         max_positions: Some(positions),
         default_dtype: context.default_dtype()?,
+        dropout: context.dropout,
         notes: context.notes,
     })
 }
@@ -170,13 +183,19 @@ impl Context<'_> {
             None => Ok(positions),
         }
     }
-    /// Says that dropout is left out, where the config asks for it.
-    fn note_dropout(&mut self, keys: &[&str]) -> Result<(), ImportError> {
-        for key in keys {
-            if let Some(at) = self.config.get(key)
-                && at.number()? != 0.0
-            {
-                self.notes.push(format!("{key} {} of the config is not applied: training runs without dropout", at.value()));
+    /// The dropout of these keys: each with what it drops, and the family's rate where it is absent.
+    fn dropout(&mut self, keys: &[(&str, &[Dropped], f64)]) -> Result<(), ImportError> {
+        for (key, places, default) in keys {
+            let rate = self.config.get_or_null(key).map_or(Ok(*default), |at| at.rate("a rate of dropout, from 0 to less than 1"))?;
+            for place in *places {
+                match place {
+                    Dropped::Embedding => self.dropout.rates.embedding = rate,
+                    Dropped::Residual => self.dropout.rates.residual = rate,
+                    Dropped::Attention => self.dropout.attention = rate,
+                }
+            }
+            if rate > 0.0 {
+                self.dropout.keys.push(format!("{key} {rate}"));
             }
         }
         Ok(())

@@ -7,7 +7,7 @@ use dplan_ir::graph::Init;
 use dplan_ir::op::{Activation, Attention, Mask, Op, Rope};
 
 use super::net::{Net, Place, Sizes, Targets, slice};
-use super::{Context, rope};
+use super::{Context, Dropped, rope};
 use crate::import::{ImportError, limits};
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -48,7 +48,11 @@ pub fn build(context: &mut Context<'_>, family: Family) -> Result<(Net, u64), Im
     let layers = context.layers(&["num_hidden_layers"], pick(44, 24))?;
     let vocab = context.size("vocab_size", pick(50432, 51200))?;
     let positions = context.size("max_position_embeddings", 2048)?;
-    context.note_dropout(&["attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"])?;
+    context.dropout(&[("attention_dropout", &[Dropped::Attention], 0.0)])?;
+    match family {
+        Family::GptNeoX => context.dropout(&[("hidden_dropout", &[Dropped::Embedding, Dropped::Residual], 0.0)])?,
+        Family::Phi => context.dropout(&[("resid_pdrop", &[Dropped::Residual], 0.0), ("embd_pdrop", &[Dropped::Embedding], 0.0)])?,
+    }
     let seq = context.seq(positions)?;
     let block = block(context, family, positions, seq)?;
     let group = block.heads / block.kv_heads;

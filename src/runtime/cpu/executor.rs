@@ -260,7 +260,13 @@ impl<'w> Executor<'w> {
                     None if kernel.dtype() == DType::F64 => BlockMut::F64(&mut []),
                     None => BlockMut::F32(&mut []),
                 };
-                let run = Run { write: *mode, inv_tokens: scalars.inv_tokens, loss_scale: scalars.loss_scale, threads: self.world.threads };
+                let run = Run {
+                    write: *mode,
+                    inv_tokens: scalars.inv_tokens,
+                    loss_scale: scalars.loss_scale,
+                    draws: scalars.draws.after(micro * self.world.loaded.sequences),
+                    threads: self.world.threads,
+                };
                 kernel.run(&operands[..ins.len()], &mut results[..outs.len()], scratch, &mut self.staging, run);
             }
             Action::Input { dst, input, block, step } => load(&batch.inputs[*input], block, micro as usize * step, write(dst)),

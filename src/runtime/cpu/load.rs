@@ -125,6 +125,8 @@ pub struct Loaded {
     pub communicators: Vec<Communicator>,
     /// Meetings of each communicator in one step.
     pub meetings: Vec<u64>,
+    /// Of a micro-batch, over all ranks.
+    pub sequences: u64,
 }
 
 /// What tells communicators apart.
@@ -141,7 +143,7 @@ enum Key {
 pub fn load(graph: &Graph, program: &Program, groups: DecayGroups) -> Result<Loaded, RuntimeError> {
     let decays = decays(graph, groups);
     let mut communicators: BTreeMap<Key, usize> = BTreeMap::new();
-    let mut loaded = Loaded::default();
+    let mut loaded = Loaded { sequences: graph.batch.map_or(0, |d| graph.size(d)), ..Loaded::default() };
     // How many meetings of each communicator each of its members issues.
     let mut counts: Vec<BTreeMap<usize, u64>> = Vec::new();
     for stage in 0..program.stages.len() {

@@ -360,7 +360,7 @@ impl<D: Driver> Calls<'_, D> {
             Action::Run { routine, ins, outs } => {
                 let ins: Vec<Value> = ins.iter().map(|p| memory(p, Access::Read)).collect();
                 let outs: Vec<Value> = outs.iter().map(|p| memory(p, Access::Write)).collect();
-                self.run(on, (routine, kernels), 0, &ins, &outs)
+                self.run((on, micro), (routine, kernels), 0, &ins, &outs)
             }
             Action::Input { dst, .. } => {
                 let from = self.input;
@@ -389,7 +389,7 @@ impl<D: Driver> Calls<'_, D> {
         if let Some(routine) = &c.before {
             from = self.working(on)?;
             let whole = Value::Memory { at: src, bytes: c.src.bytes, access: Access::Read };
-            self.run(on, (routine, before), c.staging, &[whole], &[Value::Memory { at: from, bytes: c.staging, access: Access::Write }])?;
+            self.run((on, micro), (routine, before), c.staging, &[whole], &[Value::Memory { at: from, bytes: c.staging, access: Access::Write }])?;
         }
         if c.after.is_some() {
             to = self.working(on)?;
@@ -400,13 +400,20 @@ impl<D: Driver> Calls<'_, D> {
             None => Ok(()),
             Some(routine) => {
                 let parts = Value::Memory { at: to, bytes: c.staging, access: Access::Read };
-                self.run(on, (routine, after), c.staging, &[parts], &[Value::Memory { at: dst, bytes: c.dst.bytes, access: Access::Write }])
+                self.run((on, micro), (routine, after), c.staging, &[parts], &[Value::Memory { at: dst, bytes: c.dst.bytes, access: Access::Write }])
             }
         }
     }
 
-    /// Launches the kernels of a routine; its working memory begins `skip` bytes into the stream's.
-    fn run(&mut self, on: usize, (routine, kernels): (&Routine, &[Kernel]), skip: u64, ins: &[Value], outs: &[Value]) -> Result<(), DriverError> {
+    /// Launches the kernels of a routine on a stream, for a micro-batch; its working memory begins `skip` bytes into the stream's.
+    fn run(
+        &mut self,
+        (on, micro): (usize, u64),
+        (routine, kernels): (&Routine, &[Kernel]),
+        skip: u64,
+        ins: &[Value],
+        outs: &[Value],
+    ) -> Result<(), DriverError> {
         for (launch, kernel) in routine.launches.iter().zip(kernels) {
             let value = |arg: &Arg| -> Result<Value, DriverError> {
                 Ok(match *arg {
@@ -418,6 +425,7 @@ impl<D: Driver> Calls<'_, D> {
                     }
                     Arg::Scalars => Value::Memory { at: self.scalars, bytes: SCALAR_BYTES, access: Access::Read },
                     Arg::Int(i) => Value::Int(i),
+                    Arg::MicroBatch(i) => Value::Int(i * micro as i64),
                 })
             };
             let args = launch.args.iter().map(value).collect::<Result<Vec<_>, _>>()?;

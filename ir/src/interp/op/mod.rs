@@ -28,6 +28,7 @@ pub fn eval(op: &Op, ctx: &OpContext, ins: &[&Tensor], outs: &[LocalType]) -> Ve
         Op::Add => one(ins[0].zip(ins[1], |x, y| x + y)),
         Op::Sub => one(ins[0].zip(ins[1], |x, y| x - y)),
         Op::Neg => one(ins[0].map(|x| -x)),
+        Op::Dropout { rate } => one(pointwise::dropout(ctx, *rate, ins[0])),
         Op::Act(f) => one(ins[0].map(|x| pointwise::value(*f, x))),
         Op::ActGrad(f) => one(ins[0].zip(ins[1], |x, dy| dy * pointwise::slope(*f, x))),
         Op::Gated(f) => one(ins[0].zip(ins[1], |gate, up| pointwise::value(*f, gate) * up)),

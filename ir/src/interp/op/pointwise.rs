@@ -1,7 +1,22 @@
-//! Activation functions and their derivatives.
+//! Activation functions and their derivatives; dropout.
 
+use crate::extent::OpContext;
+use crate::interp::Tensor;
 use crate::op::Activation;
 use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI, PI};
+
+/// Dropout of a block of `x[b,s,…]`.
+pub(super) fn dropout(ctx: &OpContext, rate: f64, x: &Tensor) -> Tensor {
+    let draws = ctx.draws.of_node(ctx.node, rate);
+    // The one operand's factors are its dims, in order.
+    let extents: Vec<_> = ctx.extents.iter().map(|&(_, e)| e).collect();
+    Tensor::from_fn(&x.dims, |index| {
+        let at = |dim: usize| extents[dim].start + index[dim];
+        let position = ctx.order.position(at(1), extents[1].logical);
+        let element = (2..index.len()).fold(position, |element, dim| element * extents[dim].logical + at(dim));
+        x.data[x.at(index)] * draws.factor(at(0), element)
+    })
+}
 
 /// f(x).
 pub(super) fn value(f: Activation, x: f64) -> f64 {

@@ -12,6 +12,7 @@ pub mod data;
 pub mod export;
 pub mod feed;
 pub mod fingerprint;
+pub mod fuzz;
 pub mod import;
 pub mod measure;
 pub mod planfile;

@@ -1,17 +1,15 @@
 //! During steps nothing is allocated but the packing buffers of matrix products.
 
-#[path = "../planner/tests/zoo/mod.rs"]
-mod zoo;
-
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use dplan::runtime::{Batch, Options, Rows, Session};
+use dplan_ir::dtype::DType;
 use dplan_ir::optimizer::{Hyper, StepScalars};
 use dplan_kernels::cpu::in_gemm;
+use dplan_planner::drawn::{Case, Dice, Ffn};
 use dplan_planner::lower;
-use zoo::{Degrees, Dice, Ffn};
 
 /// Counts what is allocated while it is armed.
 struct Counting;
@@ -46,11 +44,11 @@ fn steps_allocate_nothing_but_packing_buffers() {
     for (seed, ffn) in [Ffn::Gated, Ffn::Plain, Ffn::Experts].into_iter().cycle().take(12).enumerate() {
         let mut dice = Dice(seed as u64);
         // At least as many ranks as cores, so that ranks compute on their own threads.
-        let degrees = Degrees { dp: 2, tp: dice.pick(&[1, 2]), pp: dice.pick(&[1, 2]), micro_batches: 2 };
-        let model = zoo::Model { ffn, ..zoo::model(&mut dice, 4) };
-        let graph = zoo::graph(&model);
-        let program = lower::lower(&graph, &zoo::plan(&graph, degrees, &mut dice)).unwrap();
-        let elems = |v| graph.shape(v).iter().product::<u64>() * degrees.micro_batches;
+        let is_small = |c: &Case| c.model.ffn == ffn && c.dp == 2 && c.ranks() <= 8 && c.compute == DType::F64;
+        let case = std::iter::repeat_with(|| Case::drawn(&mut dice)).find(is_small).unwrap();
+        let graph = case.graph();
+        let program = lower::lower(&graph, &case.plan(&graph)).unwrap();
+        let elems = |v| graph.shape(v).iter().product::<u64>() * case.micro_batches;
         let batch = Arc::new(Batch { inputs: graph.inputs.iter().map(|&v| Rows::Tokens(vec![1; elems(v) as usize])).collect() });
         let arenas: Vec<u64> = program.stages.iter().map(|s| s.arena_bytes).collect();
         let mut session = Session::new(graph, program, &Options::default()).unwrap();

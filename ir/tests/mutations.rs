@@ -105,9 +105,10 @@ const FATAL: [Damage; 26] = [
     Damage::AddForSet,
 ];
 
-/// All but of copies, which these programs have none of: `planner/tests/damaged.rs` has them.
+/// All but of copies, short types and working memory, which these programs have none of: `dplan fuzz --mutate` has them.
 fn damages() -> impl Iterator<Item = Damage> {
-    Damage::ALL.into_iter().filter(|d| *d != Damage::DropCopy)
+    let absent = [Damage::DropCopy, Damage::CopyBackwards, Damage::LessHost, Damage::StaleParam, Damage::WithoutScratch];
+    Damage::ALL.into_iter().filter(move |d| !absent.contains(d))
 }
 
 #[test]
@@ -167,7 +168,7 @@ fn rewritten_programs_are_accepted_and_train_alike() {
         // All at once.
         let mut program = subject.program.clone();
         for pick in 0..60u64 {
-            program = Rewrite::ALL[pick as usize % 5].apply(&program, pick * 104729 + 7).map_or(program, |(p, _)| p);
+            program = Rewrite::ALL[pick as usize % Rewrite::ALL.len()].apply(&program, pick * 104729 + 7).map_or(program, |(p, _)| p);
         }
         if let Err(violations) = verify_program(&subject.graph, &program) {
             panic!("{}: after all rewrites: {}", subject.what, violations[0]);

@@ -5,6 +5,7 @@ pub mod bound;
 pub mod capacity;
 pub mod certificate;
 pub mod cost;
+pub mod drawn;
 pub mod executor;
 mod expansion;
 pub mod explain;

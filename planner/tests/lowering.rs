@@ -1,15 +1,13 @@
 //! Programs of random plans: the arena is the formula, and their instructions are what the plan asks for.
 
-mod zoo;
-
 use dplan_ir::entity::Id;
 use dplan_ir::graph::Graph;
 use dplan_ir::pipeline::Slots;
 use dplan_ir::plan::{Clip, Plan, States};
 use dplan_ir::program::{ALIGN, Channel, Content, Instr, Pattern, Program, Role, SegmentKind, StageProgram, Stream};
+use dplan_planner::drawn::{self, Dice};
 use dplan_planner::lower::{self, Sharder};
 use dplan_planner::memory::{self, LayerBytes, StagePosition, StateTypes};
-use zoo::{Degrees, Dice};
 
 struct Case {
     what: String,
@@ -20,13 +18,10 @@ struct Case {
 
 fn cases(seeds: std::ops::Range<u64>) -> impl Iterator<Item = Case> {
     seeds.map(|seed| {
-        let mut dice = Dice(seed + 1000);
-        let degrees =
-            Degrees { dp: dice.pick(&[1, 2, 3]), tp: dice.pick(&[1, 2, 4]), pp: dice.pick(&[1, 2, 3, 4]), micro_batches: dice.pick(&[1, 2, 5]) };
-        let model = zoo::model(&mut dice, 2 * degrees.dp);
-        let graph = zoo::graph(&model);
-        let plan = zoo::plan(&graph, degrees, &mut dice);
-        let what = format!("seed {seed}: {model:?} {degrees:?}");
+        let case = drawn::Case::drawn(&mut Dice::of(1000, seed));
+        let graph = case.graph();
+        let plan = case.plan(&graph);
+        let what = case.to_string();
         let program = lower::lower(&graph, &plan).unwrap_or_else(|e| panic!("{what}: {e}"));
         Case { what, graph, plan, program }
     })

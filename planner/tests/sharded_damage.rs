@@ -1,7 +1,5 @@
 //! Damage of every kind to a sharded graph is noticed by its verifier.
 
-mod zoo;
-
 use dplan_ir::entity::{FormId, Id};
 use dplan_ir::graph::Graph;
 use dplan_ir::mesh::AxisSet;
@@ -9,8 +7,8 @@ use dplan_ir::reshard::Step;
 use dplan_ir::sharded::{Sharded, Stmt};
 use dplan_ir::sharding::Monoid;
 use dplan_ir::verify;
+use dplan_planner::drawn::{Case, Dice};
 use dplan_planner::lower;
-use zoo::{Degrees, Dice};
 
 /// A way to damage one place of a sharded graph; false if that place has nothing to damage.
 type Damage = fn(&Graph, &mut Sharded, &mut Dice) -> bool;
@@ -108,10 +106,9 @@ fn damage_is_noticed() {
     let mut done = [0; DAMAGES.len()];
     for seed in 0..60 {
         let mut dice = Dice(seed);
-        let model = zoo::model(&mut dice, 4);
-        let graph = zoo::graph(&model);
-        let plan = zoo::plan(&graph, Degrees { dp: 2, tp: dice.pick(&[2, 4]), pp: 1, micro_batches: 1 }, &mut dice);
-        let sharded = lower::shard(&graph, &plan).unwrap();
+        let case = std::iter::repeat_with(|| Case::drawn(&mut dice)).find(|c| c.dp > 1 && c.tp > 1).unwrap();
+        let graph = case.graph();
+        let sharded = lower::shard(&graph, &case.plan(&graph)).unwrap();
         for (kind, (what, damage)) in DAMAGES.iter().enumerate() {
             let mut damaged = sharded.clone();
             if damage(&graph, &mut damaged, &mut dice) {

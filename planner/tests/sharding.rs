@@ -1,7 +1,5 @@
 //! The sharded graph means what the graph means, whatever the plan.
 
-mod zoo;
-
 use dplan_ir::dtype::DType;
 use dplan_ir::entity::FormId;
 use dplan_ir::graph::{Graph, Phase};
@@ -16,24 +14,22 @@ use dplan_ir::rule::Assignment;
 use dplan_ir::sharded::Stmt;
 use dplan_ir::sharding::Padded;
 use dplan_ir::verify;
+use dplan_planner::drawn::{Case, Dice, Ffn, Model, inputs, textbook};
 use dplan_planner::lower::{self, Fragment, LowerError, Sharder, Storage};
-use zoo::{Degrees, Dice, Ffn, Model};
 
 #[test]
 fn every_form_of_random_plans_stands_for_its_value() {
     let mut checked = 0;
     for seed in 0..120 {
         let mut dice = Dice(seed);
-        let degrees = Degrees { dp: dice.pick(&[1, 2]), tp: dice.pick(&[1, 2, 3, 4, 6]), pp: 1, micro_batches: 1 };
-        let model = zoo::model(&mut dice, 2 * degrees.dp);
-        let graph = zoo::graph(&model);
-        let plan = zoo::plan(&graph, degrees, &mut dice);
-        let sharded = lower::shard(&graph, &plan).unwrap_or_else(|e| panic!("seed {seed}: {e}\n{model:?} {degrees:?}"));
+        let case = Case::drawn(&mut dice);
+        let graph = case.graph();
+        let sharded = lower::shard(&graph, &case.plan(&graph)).unwrap_or_else(|e| panic!("{case}: {e}"));
         let errors = verify::sharded::sharded(&graph, &sharded);
-        assert!(errors.is_empty(), "seed {seed}: {model:?} {degrees:?}: {}", errors.iter().map(|e| format!("\n  {e}")).collect::<String>());
+        assert!(errors.is_empty(), "{case}: {}", errors.iter().map(|e| format!("\n  {e}")).collect::<String>());
 
         let params = init::params(&graph, seed);
-        let inputs = zoo::inputs(&graph, model.vocab, &mut dice);
+        let inputs = inputs(&graph, case.model.vocab, &mut dice);
         let expected = GraphRun::new(&graph, &params, &inputs, 0.125);
         let run = ShardedRun::new(&graph, &sharded, &params, &inputs, 0.125);
         for (id, form) in sharded.forms.iter() {
@@ -46,7 +42,7 @@ fn every_form_of_random_plans_stands_for_its_value() {
                     let name = &graph.values[form.value].name;
                     assert!(
                         (x - y).abs() <= 1e-9 * y.abs().max(1.0),
-                        "seed {seed} {degrees:?}: {id} of `{name}` on rank {rank}: {x} for {y}\n{:?}",
+                        "{case}: {id} of `{name}` on rank {rank}: {x} for {y}\n{:?}",
                         form.sharding
                     );
                     checked += 1;
@@ -58,16 +54,15 @@ fn every_form_of_random_plans_stands_for_its_value() {
 }
 
 fn decoder(ffn: Ffn) -> Graph {
-    let model = Model { blocks: 2, batch: 2, seq: 4, kv_heads: 2, group: 2, vocab: 8, ffn, tied: false, learned_positions: false, dtype: DType::F64 };
-    zoo::graph(&model)
+    Model { blocks: 2, kv_heads: 2, group: 2, vocab: 8, ffn, ..Model::SMALLEST }.graph(2, DType::F64)
 }
 
 fn sharder(graph: &Graph) -> Sharder<'_> {
     Sharder::new(graph, Mesh::new(1, 2), Padded(graph.dims.map(|_, d| d.size)), Some(1)).unwrap()
 }
 
-fn textbook(sharder: &Sharder<'_>, layer: u32, recompute: Recompute, gathered: Gathered) -> LayerPlan {
-    LayerPlan { zero: Zero(0), offload: Offload::None, recompute, gathered, strategy: zoo::textbook(sharder.graph, &sharder.mesh, layer) }
+fn plainly(sharder: &Sharder<'_>, layer: u32, recompute: Recompute, gathered: Gathered) -> LayerPlan {
+    LayerPlan { zero: Zero(0), offload: Offload::None, recompute, gathered, strategy: textbook(sharder.graph, &sharder.mesh, layer) }
 }
 
 /// Forward nodes that run in the backward pass, and gathers there.
@@ -82,7 +77,7 @@ fn full_recompute_keeps_the_input_alone_and_makes_again_only_what_is_read() {
     let graph = decoder(Ffn::Gated);
     let sharder = sharder(&graph);
     for layer in 0..sharder.layers() {
-        let plan = textbook(&sharder, layer, Recompute::Full, Gathered::Keep);
+        let plan = plainly(&sharder, layer, Recompute::Full, Gathered::Keep);
         let fragment = sharder.layer(layer, &plan).unwrap();
         assert_eq!(fragment.stored(Storage::Frame).collect::<Vec<_>>(), fragment.input.into_iter().collect::<Vec<FormId>>(), "layer {layer}");
         let local = |f| align(fragment.local(f, &graph, &sharder.mesh, &sharder.padded).bytes());
@@ -98,7 +93,7 @@ fn full_recompute_keeps_the_input_alone_and_makes_again_only_what_is_read() {
 fn gathered_forms_are_kept_or_gathered_again() {
     let graph = decoder(Ffn::Gated);
     let sharder = sharder(&graph);
-    let fragment = |gathered| sharder.layer(1, &textbook(&sharder, 1, Recompute::None, gathered)).unwrap();
+    let fragment = |gathered| sharder.layer(1, &plainly(&sharder, 1, Recompute::None, gathered)).unwrap();
     let (keep, anew) = (fragment(Gathered::Keep), fragment(Gathered::Again));
     // Both norms' results are gathered for the products behind them, and both sums of cotangents before the products' gradients.
     assert_eq!((again(&graph, &keep), again(&graph, &anew)), ([0, 2], [0, 4]));
@@ -118,7 +113,7 @@ fn gathered_forms_are_kept_or_gathered_again() {
 fn cotangents_of_several_products_share_one_reduction() {
     let graph = decoder(Ffn::Gated);
     let sharder = sharder(&graph);
-    let fragment = sharder.layer(1, &textbook(&sharder, 1, Recompute::None, Gathered::Keep)).unwrap();
+    let fragment = sharder.layer(1, &plainly(&sharder, 1, Recompute::None, Gathered::Keep)).unwrap();
     let reductions = |stmts: &[Stmt]| {
         stmts.iter().filter(|s| matches!(s, Stmt::Reshard { step: Step::ReduceScatter { .. } | Step::AllReduce { .. }, .. })).count()
     };
@@ -132,7 +127,7 @@ fn strategies_that_an_op_does_not_allow_are_refused() {
     let sharder = sharder(&graph);
     let tp = sharder.mesh.tp();
     let with = |at: usize, label: char, axes: AxisSet| {
-        let mut plan = textbook(&sharder, 1, Recompute::None, Gathered::Keep);
+        let mut plan = plainly(&sharder, 1, Recompute::None, Gathered::Keep);
         let mut assignment = Assignment::default();
         assignment.assign(label, axes);
         plan.strategy[at] = assignment;
@@ -143,21 +138,21 @@ fn strategies_that_an_op_does_not_allow_are_refused() {
     assert_eq!(with(6, 't', tp), LowerError::WholeFactor { node: "l1.attn".into(), label: 't' });
     assert_eq!(with(1, 'x', tp), LowerError::UnknownFactor { node: "l1.q".into(), label: 'x' });
     assert_eq!(with(1, 's', sharder.mesh.all()), LowerError::ForeignAxis { node: "l1.q".into() });
-    let mut twice = textbook(&sharder, 1, Recompute::None, Gathered::Keep);
+    let mut twice = plainly(&sharder, 1, Recompute::None, Gathered::Keep);
     twice.strategy[1] = Assignment(vec![('g', tp), ('s', tp)]);
     assert_eq!(sharder.layer(1, &twice).unwrap_err(), LowerError::AxisTwice { node: "l1.q".into() });
     twice.strategy.pop();
     assert!(matches!(sharder.layer(1, &twice), Err(LowerError::Strategy { layer: 1, .. })));
     let odd = Sharder::new(&graph, Mesh::new(1, 3), Padded(graph.dims.map(|_, d| d.size)), None).unwrap();
-    let error = odd.layer(1, &LayerPlan { strategy: zoo::textbook(&graph, &odd.mesh, 1), ..twice }).unwrap_err();
+    let error = odd.layer(1, &LayerPlan { strategy: textbook(&graph, &odd.mesh, 1), ..twice }).unwrap_err();
     assert!(matches!(&error, LowerError::Indivisible { size: 4, ways: 3, .. }), "{error}");
 }
 
 #[test]
 fn plans_that_do_not_fit_the_graph_are_refused() {
     let graph = decoder(Ffn::Gated);
-    let mut dice = Dice(1);
-    let good = zoo::plan(&graph, Degrees { dp: 2, tp: 2, pp: 2, micro_batches: 2 }, &mut dice);
+    let case: Case = "blocks=2 kv=2 group=2 vocab=8 dp=2 tp=2 cuts=2 count=2 split=1".parse().unwrap();
+    let good = case.plan(&graph);
     lower::lower(&graph, &good).unwrap();
     type Damage = fn(&mut dplan_ir::plan::Plan);
     let cases: [(Damage, &str); 9] = [

@@ -10,6 +10,7 @@ mod compare;
 mod compile;
 mod dropout;
 mod explain;
+mod fuzz;
 mod inspect;
 mod kernels;
 mod model;
@@ -49,6 +50,7 @@ enum Command {
     Profile(profile::Args),
     Cat(cat::Args),
     Kernels(kernels::Args),
+    Fuzz(fuzz::Args),
     Schema(schema::Args),
 }
 
@@ -103,6 +105,7 @@ pub fn main() -> ExitCode {
         Command::Profile(args) => profile::run(args),
         Command::Cat(args) => cat::run(args),
         Command::Kernels(args) => kernels::run(args),
+        Command::Fuzz(args) => fuzz::run(args),
         Command::Schema(args) => schema::run(args),
     };
     match outcome {

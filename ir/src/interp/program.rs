@@ -96,6 +96,11 @@ impl<'a> ProgramRun<'a> {
         run
     }
 
+    /// The same, where weight decay pulls only some parameters.
+    pub fn decaying(self, decay: DecayGroups) -> ProgramRun<'a> {
+        ProgramRun { decays: optimizer::decays(self.graph, decay), ..self }
+    }
+
     /// Sets a parameter (and its master copy) everywhere.
     pub fn set_param(&mut self, param: ParamId, whole: &Tensor) {
         for role in [Role::Param, Role::Master] {

@@ -1,8 +1,10 @@
 //! Damage: what a compiler, or a person with an editor, can get wrong.
 
-use super::{Cut, show};
+use super::{Cut, show, words};
+use crate::dtype::DType;
+use crate::entity::DimId;
 use crate::mesh::AxisSet;
-use crate::program::{ALIGN, Channel, Instr, Pattern, Program, Stream, Write};
+use crate::program::{ALIGN, Channel, Content, Instr, Pattern, Program, Role, Stream, Write};
 use crate::sharding::Monoid;
 
 /// Kinds of damage.
@@ -56,10 +58,42 @@ pub enum Damage {
     SwapCalls,
     WrongMicroBatch,
     SmallerArena,
+    /// A copy between host and device goes the other way.
+    CopyBackwards,
+    /// A wait is for another event.
+    WrongEvent,
+    /// A record comes before what it stands for.
+    EarlyRecord,
+    /// A wait comes after what it holds.
+    LateWait,
+    /// The update leaves the parameters in the compute type as they were.
+    StaleParam,
+    /// The update comes first in its segment.
+    EarlyUpdate,
+    /// An instruction is anywhere else in its segment.
+    OtherPlace,
+    /// A flat buffer claims another role.
+    WrongRole,
+    /// A value claims to be sharded in another dim.
+    WrongSharding,
+    /// A flat buffer claims to be less cut up.
+    WrongPieces,
+    /// A buffer is of a shorter type.
+    ShorterType,
+    /// A kernel has no working memory.
+    WithoutScratch,
+    /// A call is of another segment.
+    WrongSegment,
+    /// There is a micro-batch more than calls.
+    MoreMicroBatches,
+    /// A dim is padded further.
+    OtherPadding,
+    /// The memory of the host is smaller.
+    LessHost,
 }
 
 impl Damage {
-    pub const ALL: [Damage; 48] = [
+    pub const ALL: [Damage; 64] = [
         Damage::DropRun,
         Damage::DropCollective,
         Damage::DropMessage,
@@ -108,7 +142,28 @@ impl Damage {
         Damage::SwapCalls,
         Damage::WrongMicroBatch,
         Damage::SmallerArena,
+        Damage::CopyBackwards,
+        Damage::WrongEvent,
+        Damage::EarlyRecord,
+        Damage::LateWait,
+        Damage::StaleParam,
+        Damage::EarlyUpdate,
+        Damage::OtherPlace,
+        Damage::WrongRole,
+        Damage::WrongSharding,
+        Damage::WrongPieces,
+        Damage::ShorterType,
+        Damage::WithoutScratch,
+        Damage::WrongSegment,
+        Damage::MoreMicroBatches,
+        Damage::OtherPadding,
+        Damage::LessHost,
     ];
+
+    /// In words: `drop wait`.
+    pub fn name(self) -> String {
+        words(&format!("{self:?}"))
+    }
 
     /// The program with one such damage, and where it is; `None` if the program has no place for it.
     pub fn apply(self, program: &Program, pick: u64) -> Option<(Program, String)> {
@@ -359,6 +414,98 @@ impl Cut<'_> {
                 if let Some(last) = stage_program.regions.iter_mut().rev().find(|r| r.bytes >= ALIGN) {
                     last.bytes -= ALIGN;
                 }
+                Some(format!("stage {stage}"))
+            }
+            Damage::CopyBackwards => self.edit(|i| match i {
+                Instr::Copy { src, dst } => {
+                    std::mem::swap(src, dst);
+                    true
+                }
+                _ => false,
+            }),
+            Damage::WrongEvent => self.edit(|i| match i {
+                Instr::Wait(event) if event.0 > 0 => {
+                    event.0 -= 1;
+                    true
+                }
+                _ => false,
+            }),
+            Damage::EarlyRecord => self.swap(|a, b| !matches!(a, Instr::Record(_) | Instr::Wait(_)) && matches!(b, Instr::Record(_))),
+            Damage::LateWait => self.swap(|a, b| matches!(a, Instr::Wait(_)) && !matches!(b, Instr::Record(_) | Instr::Wait(_))),
+            Damage::StaleParam => self.edit(|i| match i {
+                Instr::Update { param, .. } => param.take().is_some(),
+                _ => false,
+            }),
+            Damage::EarlyUpdate => self.carry(|i| matches!(i, Instr::Update { .. }), |_, _| 0),
+            Damage::OtherPlace => self.carry(|_| true, |len, pick| pick as usize % len),
+            Damage::WrongRole => self.buffer(|buffer, _| match &mut buffer.content {
+                Content::Flat { role, .. } | Content::Member { role, .. } => {
+                    *role = match role {
+                        Role::Param => Role::Master,
+                        Role::Master => Role::Param,
+                        Role::Grad | Role::Moment2 => Role::Moment1,
+                        Role::Moment1 => Role::Moment2,
+                    };
+                    true
+                }
+                Content::Value { .. } | Content::Scalar(_) | Content::Scratch => false,
+            }),
+            Damage::WrongSharding => self.buffer(|buffer, _| match &mut buffer.content {
+                Content::Value { sharding, .. } => {
+                    let at = sharding.dims.iter().position(|axes| !axes.is_empty());
+                    let others = sharding.dims.len();
+                    at.filter(|_| others > 1).is_some_and(|at| {
+                        sharding.dims.swap(at, (at + 1) % others);
+                        sharding.dims[at] != sharding.dims[(at + 1) % others]
+                    })
+                }
+                Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Scratch => false,
+            }),
+            Damage::WrongPieces => self.buffer(|buffer, _| match &mut buffer.content {
+                Content::Flat { pieces, .. } => match pieces.and(ranked).iter().next() {
+                    Some(axis) => {
+                        *pieces = pieces.minus(AxisSet::one(axis));
+                        true
+                    }
+                    None => false,
+                },
+                Content::Value { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Scratch => false,
+            }),
+            Damage::ShorterType => self.buffer(|buffer, _| {
+                let was = buffer.dtype;
+                buffer.dtype = match was {
+                    DType::F64 => DType::F32,
+                    DType::F32 => DType::Bf16,
+                    DType::Bf16 | DType::F16 | DType::I32 => was,
+                };
+                buffer.bytes = buffer.bytes / was.size() * buffer.dtype.size();
+                buffer.dtype != was
+            }),
+            Damage::WithoutScratch => self.edit(|i| match i {
+                Instr::Run { scratch, .. } => scratch.take().is_some(),
+                _ => false,
+            }),
+            Damage::WrongSegment => {
+                let (stage, at) = self.call(0)?;
+                let count = self.program.stages[stage].segments.len() as u32;
+                let call = &mut self.program.stages[stage].schedule[at];
+                call.segment.0 = (call.segment.0 + 1) % count;
+                Some(format!("stage {stage} call {at}"))
+            }
+            Damage::MoreMicroBatches => {
+                self.program.micro_batches += 1;
+                Some("the program".into())
+            }
+            Damage::OtherPadding => {
+                let dims: Vec<DimId> = self.program.padded.0.ids().collect();
+                let dim = *dims.get(self.draw(dims.len())?)?;
+                self.program.padded.0[dim] *= 2;
+                Some(format!("{dim}"))
+            }
+            Damage::LessHost => {
+                let stages: Vec<usize> = (0..self.program.stages.len()).filter(|&s| self.program.stages[s].host_bytes > 0).collect();
+                let stage = stages[self.draw(stages.len())?];
+                self.program.stages[stage].host_bytes -= ALIGN;
                 Some(format!("stage {stage}"))
             }
         }

@@ -70,6 +70,17 @@ impl Cut<'_> {
         self.program.stages[site.0].segments[site.1].body.swap(site.2, site.2 + 1);
         Some(show(site))
     }
+    /// Moves an instruction to another position of its segment, which `to` chooses from the length and a drawn number.
+    fn carry(&mut self, of: impl Fn(&Instr) -> bool, to: impl Fn(usize, u64) -> usize) -> Option<String> {
+        let sites = self.sites(|_, body, at| of(&body[at].instr));
+        let site = sites[self.draw(sites.len())?];
+        let pick = self.pick / sites.len() as u64;
+        let body = &mut self.program.stages[site.0].segments[site.1].body;
+        let to = to(body.len(), pick);
+        let issue = body.remove(site.2);
+        body.insert(to, issue);
+        (to != site.2).then(|| format!("{} to {to}", show(site)))
+    }
     /// Changes an instruction that `change` can change.
     fn edit(&mut self, change: impl Fn(&mut Instr) -> bool) -> Option<String> {
         let site = self.site(|i| change(&mut i.clone()))?;
@@ -126,6 +137,12 @@ impl Cut<'_> {
         let calls = self.program.stages[stage].schedule.len().checked_sub(after).filter(|&n| n > 0)?;
         Some((stage, pick as usize % calls))
     }
+}
+
+/// `DropWait` as `drop wait`.
+fn words(name: &str) -> String {
+    let spaced = name.chars().enumerate().flat_map(|(at, c)| (at > 0 && c.is_uppercase()).then_some(' ').into_iter().chain(c.to_lowercase()));
+    spaced.collect()
 }
 
 fn show((stage, segment, at): Site) -> String {

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{Cut, show};
+use super::{Cut, show, words};
 use crate::entity::BufferId;
 use crate::program::{ALIGN, Buffer, Instr, Issue, Program, Region, StageProgram, Stream};
 
@@ -19,11 +19,30 @@ pub enum Rewrite {
     OtherStreamWithEdges,
     /// Lay the groups of overlapping buffers out in the opposite order.
     OtherOffsets,
+    /// A segment of its own for one call.
+    OwnSegment,
+    /// More memory than is used.
+    LargerArena,
+    /// Events numbered the other way round.
+    OtherEvents,
 }
 
 impl Rewrite {
-    pub const ALL: [Rewrite; 5] =
-        [Rewrite::OtherIssueOrder, Rewrite::Commute, Rewrite::ExtraEdge, Rewrite::OtherStreamWithEdges, Rewrite::OtherOffsets];
+    pub const ALL: [Rewrite; 8] = [
+        Rewrite::OtherIssueOrder,
+        Rewrite::Commute,
+        Rewrite::ExtraEdge,
+        Rewrite::OtherStreamWithEdges,
+        Rewrite::OtherOffsets,
+        Rewrite::OwnSegment,
+        Rewrite::LargerArena,
+        Rewrite::OtherEvents,
+    ];
+
+    /// In words: `other offsets`.
+    pub fn name(self) -> String {
+        words(&format!("{self:?}"))
+    }
 
     /// The program rewritten at one place, and where; `None` if the program has no place for it.
     pub fn apply(self, program: &Program, pick: u64) -> Option<(Program, String)> {
@@ -106,6 +125,33 @@ impl Cut<'_> {
                 }
                 (stage.arena_bytes, stage.host_bytes) = (arena_bytes, end - arena_bytes);
                 stage.regions = vec![Region { name: "all".into(), offset: 0, bytes: stage.arena_bytes }];
+                Some(format!("stage {at}"))
+            }
+            Rewrite::OwnSegment => {
+                let (stage, at) = self.call(0)?;
+                let stage_program = &mut self.program.stages[stage];
+                let copy = stage_program.segments[stage_program.schedule[at].segment].clone();
+                stage_program.schedule[at].segment = stage_program.segments.push(copy);
+                Some(format!("stage {stage} call {at}"))
+            }
+            Rewrite::LargerArena => {
+                // Host memory begins where the arena ends, so only a stage without any can grow in place.
+                let stages: Vec<usize> = (0..self.program.stages.len()).filter(|&s| self.program.stages[s].host_bytes == 0).collect();
+                let at = stages[self.draw(stages.len())?];
+                let stage = &mut self.program.stages[at];
+                stage.regions.push(Region { name: "more".into(), offset: stage.arena_bytes, bytes: ALIGN });
+                stage.arena_bytes += ALIGN;
+                Some(format!("stage {at}"))
+            }
+            Rewrite::OtherEvents => {
+                let at = self.draw(self.program.stages.len())?;
+                let stage = &mut self.program.stages[at];
+                let last = stage.events.checked_sub(1)?;
+                for issue in stage.segments.iter_mut().flat_map(|(_, s)| &mut s.body) {
+                    if let Instr::Record(event) | Instr::Wait(event) = &mut issue.instr {
+                        event.0 = last - event.0;
+                    }
+                }
                 Some(format!("stage {at}"))
             }
         }

@@ -1,0 +1,229 @@
+//! The choices of a case, which of them are legal, and how they are drawn.
+
+use super::{Dice, EXPERTS, Model};
+use dplan_ir::dtype::DType;
+use dplan_ir::graph::Graph;
+use dplan_ir::mesh::Degrees;
+use dplan_ir::optimizer::{DecayGroups, Optimizer};
+use dplan_ir::pipeline::Pipeline;
+use dplan_ir::plan::{Clip, Gathered, Offload, Recompute, Schedule, Zero};
+
+/// A model, a plan for it, and what of a run is no part of a plan.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Case {
+    pub model: Model,
+    pub dp: u64,
+    pub ep: u64,
+    pub cp: u64,
+    pub tp: u64,
+    /// Sequences of a micro-batch on one rank.
+    pub micro_batch: u64,
+    pub micro_batches: u64,
+    pub schedule: Schedule,
+    pub virtual_stages: u64,
+    /// First layers of all virtual stages but the first.
+    pub cuts: Vec<u32>,
+    pub boundary: Boundary,
+    pub split: Split,
+    /// By layer.
+    pub ways: Vec<Way>,
+    pub compute: DType,
+    pub optimizer: Optimizer,
+    pub clip: Clip,
+    pub decay: DecayGroups,
+    /// Seed of the order in which ranks try their streams; communication first if absent.
+    pub streams: Option<u64>,
+}
+
+/// What hands on activations from layer to layer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Boundary {
+    /// Whole on every tensor-parallel rank.
+    Whole,
+    /// Split along the sequence.
+    Sequence,
+}
+
+impl Boundary {
+    /// The dim that tensor-parallel axes shard.
+    pub fn dim(self) -> Option<u32> {
+        match self {
+            Boundary::Whole => None,
+            Boundary::Sequence => Some(1),
+        }
+    }
+}
+
+/// What tensor-parallel axes do in a layer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Split {
+    /// Every rank computes the same.
+    None,
+    /// [`super::textbook`].
+    Textbook,
+    /// Any legal strategy.
+    Drawn(u64),
+}
+
+/// How a layer runs, but for its strategy.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Way {
+    pub zero: Zero,
+    pub offload: Offload,
+    pub recompute: Recompute,
+    pub gathered: Gathered,
+}
+
+impl Way {
+    pub const PLAIN: Way = Way { zero: Zero(0), offload: Offload::None, recompute: Recompute::None, gathered: Gathered::Keep };
+
+    fn drawn(dice: &mut Dice) -> Way {
+        Way {
+            zero: Zero(dice.roll(4) as u8),
+            offload: dice.pick(&Offload::ALL),
+            recompute: dice.pick(&Recompute::ALL),
+            gathered: dice.pick(&[Gathered::Keep, Gathered::Again]),
+        }
+    }
+}
+
+/// The most ranks of a drawn case.
+const MOST_RANKS: u64 = 32;
+
+/// The largest number in a case.
+pub(super) const MOST: u64 = 4096;
+
+impl Case {
+    /// One rank, and nothing that can be left out.
+    pub fn smallest() -> Case {
+        let model = Model::SMALLEST;
+        Case {
+            model,
+            dp: 1,
+            ep: 1,
+            cp: 1,
+            tp: 1,
+            micro_batch: 1,
+            micro_batches: 1,
+            schedule: Schedule::OneFOneB,
+            virtual_stages: 1,
+            cuts: Vec::new(),
+            boundary: Boundary::Whole,
+            split: Split::None,
+            ways: vec![Way::PLAIN; model.layers() as usize],
+            compute: DType::F64,
+            optimizer: Optimizer::Sgd,
+            clip: Clip::None,
+            decay: DecayGroups::All,
+            streams: None,
+        }
+    }
+
+    /// Any legal case.
+    pub fn drawn(dice: &mut Dice) -> Case {
+        loop {
+            let case = Case::any(dice);
+            if case.refusal().is_none() && case.ranks() <= MOST_RANKS {
+                return case;
+            }
+        }
+    }
+
+    /// A case that may lack what its schedule or its model needs.
+    fn any(dice: &mut Dice) -> Case {
+        let model = Model::drawn(dice);
+        let layers = model.layers();
+        let schedule = dice.pick(&Schedule::ALL);
+        let (stages, virtual_stages): (u64, u64) = match schedule {
+            Schedule::GPipe | Schedule::OneFOneB => (dice.pick(&[1, 1, 2, 3, 4]), 1),
+            Schedule::ZbH1 => (dice.pick(&[2, 3, 4]), 1),
+            Schedule::Interleaved => (dice.pick(&[2, 3]), dice.pick(&[2, 3])),
+            Schedule::ZbV => (dice.pick(&[2, 3]), 2),
+        };
+        let wanted = (stages * virtual_stages).min(u64::from(layers)) as usize;
+        let mut cuts: Vec<u32> = Vec::new();
+        while cuts.len() + 1 < wanted {
+            let cut = 1 + dice.roll(u64::from(layers) - 1) as u32;
+            if !cuts.contains(&cut) {
+                cuts.push(cut);
+            }
+        }
+        cuts.sort_unstable();
+        let mut case = Case {
+            model,
+            dp: dice.pick(&[1, 2, 3, 4]),
+            ep: dice.pick(&[1, 1, 2, 4]),
+            cp: dice.pick(&[1, 1, 2, 3]),
+            tp: dice.pick(&[1, 2, 3, 4]),
+            micro_batch: dice.pick(&[1, 2]),
+            micro_batches: dice.pick(&[1, 2, 3, 4, 5, 6, 8]),
+            schedule,
+            virtual_stages,
+            cuts,
+            boundary: dice.pick(&[Boundary::Whole, Boundary::Sequence]),
+            split: match dice.roll(4) {
+                0 => Split::Textbook,
+                _ => Split::Drawn(dice.roll(1000)),
+            },
+            ways: (0..layers).map(|_| Way::drawn(dice)).collect(),
+            compute: dice.pick(&[DType::F64, DType::F64, DType::F64, DType::Bf16, DType::F16]),
+            optimizer: dice.pick(&Optimizer::ALL),
+            clip: dice.pick(&[Clip::None, Clip::GlobalNorm]),
+            decay: dice.pick(&[DecayGroups::All, DecayGroups::Matrices]),
+            streams: if dice.one_in(3) { Some(dice.roll(1000)) } else { None },
+        };
+        case.settle();
+        case
+    }
+
+    /// Makes layers agree where they have no choice of their own: homes of a tied table have one ZeRO stage, and a backward pass in halves keeps gradients whole.
+    pub fn settle(&mut self) {
+        self.ways.resize(self.model.layers() as usize, Way::PLAIN);
+        let most = if self.pipeline().parts_backward() { 1 } else { 3 };
+        self.ways.iter_mut().for_each(|way| way.zero.0 = way.zero.0.min(most));
+        if let ([first, .., last], true) = (self.ways.as_mut_slice(), self.model.tied) {
+            last.zero = first.zero;
+        }
+    }
+
+    /// What a legal case would have that this one has not, in words.
+    pub fn refusal(&self) -> Option<&'static str> {
+        let layers = self.model.layers();
+        let degrees = [self.dp, self.ep, self.cp, self.tp, self.micro_batch, self.micro_batches, self.virtual_stages];
+        let sizes = [self.model.seq, self.model.kv_heads, self.model.group, self.model.vocab];
+        let starts: Vec<u32> = std::iter::once(0).chain(self.cuts.iter().copied()).chain([layers]).collect();
+        let cuts_rise = starts.windows(2).all(|w| w[0] < w[1]);
+        let mut settled = self.clone();
+        settled.settle();
+        match () {
+            () if degrees.iter().chain(&sizes).any(|&n| n == 0 || n > MOST) => Some("degrees and sizes from 1 to 4096"),
+            () if !(1..=MOST).contains(&u64::from(self.model.blocks)) => Some("1 to 4096 blocks"),
+            () if !cuts_rise => Some("cuts that rise, each the first layer of a virtual stage"),
+            () if !(self.cuts.len() as u64 + 1).is_multiple_of(self.virtual_stages) => Some("cuts for a multiple of the virtual stages"),
+            () if self.ep > 1 && !(self.model.ffn.is_routed() && EXPERTS.is_multiple_of(self.ep)) => Some("experts that ep divides"),
+            () if !self.dp.is_multiple_of(self.ep) => Some("a dp that ep divides"),
+            () if !self.model.seq.is_multiple_of(self.cp) => Some("a sequence that cp divides"),
+            () if self.boundary == Boundary::Sequence && !self.model.seq.is_multiple_of(self.cp * self.tp) => Some("a sequence that cp and tp divide"),
+            () if !matches!(self.compute, DType::F64 | DType::Bf16 | DType::F16) => Some("f64, bf16 or f16"),
+            () if settled != *self => Some("one way for each layer, ZeRO 0 or 1 in halves of backward passes, and one ZeRO stage for a tied table"),
+            () => self.pipeline().refusal(),
+        }
+    }
+
+    pub fn pp(&self) -> u64 {
+        (self.cuts.len() as u64 + 1) / self.virtual_stages.max(1)
+    }
+    pub fn ranks(&self) -> u64 {
+        self.degrees().ranks() * self.pp()
+    }
+    pub fn pipeline(&self) -> Pipeline {
+        Pipeline { schedule: self.schedule, stages: self.pp(), virtual_stages: self.virtual_stages, micro_batches: self.micro_batches }
+    }
+    pub fn degrees(&self) -> Degrees {
+        Degrees { dp: self.dp, ep: self.ep, cp: self.cp, tp: self.tp }
+    }
+    /// The model's graph for the case's micro-batches, its positions in sequence.
+    pub fn graph(&self) -> Graph {
+        self.model.graph(self.dp * self.micro_batch, self.compute)
+    }
+}

@@ -2,20 +2,34 @@
 
 use dplan::fuzz::mutate::Outcome;
 use dplan::fuzz::run::{Fault, bits, check, check_program, lowered};
-use dplan::fuzz::space::{Seen, nth};
-use dplan_ir::verify::mutate::{Damage, Rewrite};
+use dplan::fuzz::space::{Seen, nth, small};
+use dplan_ir::verify::mutate::Damage;
+use dplan_ir::verify::verify_program;
 use dplan_planner::drawn::{Case, Dice};
 
-#[test]
-fn random_compositions_train_as_one_device_does() {
-    let mut seen = Seen::default();
-    for number in 0..200 {
-        let case = nth(1, number);
-        seen.add(&case);
+/// 200 cases, in two halves that run at the same time.
+fn half(numbers: std::ops::Range<u64>) {
+    for case in numbers.map(|number| nth(1, number)) {
         if let Err(fault) = check(&case) {
             panic!("{case}: {fault}\n`dplan fuzz --seed 1` makes it smaller");
         }
     }
+}
+
+#[test]
+fn random_compositions_train_as_one_device_does() {
+    half(0..100);
+}
+
+#[test]
+fn more_random_compositions_train_as_one_device_does() {
+    half(100..200);
+}
+
+#[test]
+fn every_dimension_is_among_them() {
+    let mut seen = Seen::default();
+    (0..200).for_each(|number| seen.add(&nth(1, number)));
     let (rarest, least) = seen.rarest();
     assert!(least >= 5, "{rarest} in {least} cases");
 }
@@ -23,26 +37,25 @@ fn random_compositions_train_as_one_device_does() {
 #[test]
 fn damage_is_rejected_and_rewrites_are_accepted() {
     let mut outcome = Outcome::default();
-    for number in 0..24 {
-        let case = nth(2, number);
+    for number in 0..6 {
+        let case = small(2, number);
         outcome.mutate(&case, 1, &mut Dice::of(2, number)).unwrap_or_else(|fault| panic!("{case}: {fault}"));
     }
     assert!(outcome.is_sound(), "{:?}\n{:?}", outcome.holes, outcome.alarms);
     let (damaged, rewritten) = (outcome.damaged(), outcome.rewritten());
     println!("{damaged:?}\n{rewritten:?}");
-    assert!(damaged.rejected >= 600 && rewritten.same + rewritten.reordered >= 120, "{damaged:?} {rewritten:?}");
-    assert_eq!((outcome.damages.len(), outcome.rewrites.len()), (Damage::ALL.len(), Rewrite::ALL.len()));
+    assert!(damaged.rejected >= 200 && rewritten.equivalent() >= 30, "{damaged:?} {rewritten:?}");
 }
 
 /// The comparison itself can fail: a program that lost a contribution is told from the right one.
 #[test]
 fn a_damaged_program_is_told_from_a_right_one() {
-    let case: Case = "dp=2 tied=on cuts=1 count=3 zero=1 optimizer=adam clip=on".parse().unwrap();
+    let case: Case = "dp=2 tied=on cuts=1 count=3 zero=2 optimizer=adam clip=on".parse().unwrap();
     let (graph, program) = lowered(&case).unwrap();
     assert!(check_program(&case, &graph, &program).unwrap().error < 1e-12);
-    for damage in [Damage::DropAddInto, Damage::SetForAdd, Damage::WithoutClip, Damage::CountOften] {
-        let found = (0..20).find_map(|pick| damage.apply(&program, pick * 7919));
-        let Some((damaged, at)) = found else { continue };
+    for damage in [Damage::DropAddInto, Damage::SetForAdd, Damage::WithoutClip, Damage::CountOften, Damage::DropUpdate] {
+        let mut mutants = (0..50).filter_map(|pick| damage.apply(&program, pick * 7919));
+        let (damaged, at) = mutants.find(|(p, _)| verify_program(&graph, p).is_err()).unwrap_or_else(|| panic!("no {damage:?}"));
         let fault = check_program(&case, &graph, &damaged).unwrap_err();
         assert!(matches!(fault, Fault::Differs(_)), "{damage:?} at {at}: {fault}");
     }

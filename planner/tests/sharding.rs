@@ -40,11 +40,7 @@ fn every_form_of_random_plans_stands_for_its_value() {
             for (rank, found) in run.whole(&graph, &sharded, id).into_iter().flatten().enumerate() {
                 for (x, y) in found.data.iter().zip(&expected.data) {
                     let name = &graph.values[form.value].name;
-                    assert!(
-                        (x - y).abs() <= 1e-9 * y.abs().max(1.0),
-                        "{case}: {id} of `{name}` on rank {rank}: {x} for {y}\n{:?}",
-                        form.sharding
-                    );
+                    assert!((x - y).abs() <= 1e-9 * y.abs().max(1.0), "{case}: {id} of `{name}` on rank {rank}: {x} for {y}\n{:?}", form.sharding);
                     checked += 1;
                 }
             }

@@ -6,7 +6,7 @@ use super::{Outcome, Result};
 use crate::fuzz::mutate::{self, Hole, Tally};
 use crate::fuzz::run::{Agreement, Fault, TOLERANCE, check};
 use crate::fuzz::shrink::shrink;
-use crate::fuzz::space::{DIMENSIONS, Seen, nth};
+use crate::fuzz::space::{DIMENSIONS, Seen, nth, small};
 use dplan_planner::drawn::{Case, Dice};
 use serde_json::json;
 
@@ -40,6 +40,7 @@ pub struct Args {
 pub fn run(args: Args) -> Result<Outcome> {
     let cases: Vec<Case> = match &args.case {
         Some(case) => vec![case.clone()],
+        None if args.mutate => (0..args.cases).map(|number| small(args.seed, number)).collect(),
         None => (0..args.cases).map(|number| nth(args.seed, number)).collect(),
     };
     if args.mutate { mutated(&args, &cases) } else { composed(&args, &cases) }
@@ -121,13 +122,14 @@ fn mutated(args: &Args, cases: &[Case]) -> Result<Outcome> {
     let mut outcome = mutate::Outcome::default();
     let bar = progress::bar(cases.len() as u64);
     for (number, case) in cases.iter().enumerate() {
-        outcome.mutate(case, args.places, &mut Dice::of(args.seed, number as u64)).map_err(|fault| super::Failure::fault(anyhow::anyhow!("{case}: {fault}")))?;
+        outcome
+            .mutate(case, args.places, &mut Dice::of(args.seed, number as u64))
+            .map_err(|fault| super::Failure::fault(anyhow::anyhow!("{case}: {fault}")))?;
         bar.set_message(format!("{} holes", outcome.holes.len() + outcome.alarms.len()));
         bar.inc(1);
     }
     bar.finish_and_clear();
     let (damaged, rewritten) = (outcome.damaged(), outcome.rewritten());
-    let equal = damaged.same + damaged.reordered;
     if args.json {
         let tally = |t: &Tally| json!({ "rejected": t.rejected, "same_bits": t.same, "reordered_sums": t.reordered, "wrong": t.wrong });
         let hole = |h: &Hole| json!({ "case": h.case, "change": h.change, "place": h.place, "why": h.why });
@@ -152,8 +154,20 @@ fn mutated(args: &Args, cases: &[Case]) -> Result<Outcome> {
                 output::say!("{what}: {} at {} of `{}`: {}", h.change, h.place, h.case, h.why);
             }
         }
-        output::say!("{} programs accepted as they are; {} damaged: {} rejected without being run, {equal} accepted that compute the same, {} accepted and wrong", outcome.programs, damaged.rejected + equal + damaged.wrong, damaged.rejected, damaged.wrong);
-        output::say!("{} rewritten: {} accepted that compute the same, {} false alarms", rewritten.rejected + rewritten.same + rewritten.reordered + rewritten.wrong, rewritten.same + rewritten.reordered, outcome.alarms.len());
+        output::say!("{} programs, proved as they are", outcome.programs);
+        output::say!(
+            "{} damaged: {} rejected without being run, {} accepted that compute the same, {} accepted and wrong",
+            damaged.all(),
+            damaged.rejected,
+            damaged.equivalent(),
+            damaged.wrong
+        );
+        output::say!(
+            "{} rewritten: {} accepted that compute the same, {} false alarms",
+            rewritten.all(),
+            rewritten.equivalent(),
+            outcome.alarms.len()
+        );
     }
     Ok(if outcome.is_sound() { Outcome::Done } else { Outcome::No })
 }

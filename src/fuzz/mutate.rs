@@ -64,57 +64,55 @@ impl Outcome {
     /// Damages and rewrites a case's program, each kind at so many drawn places.
     ///
     /// # Errors
-    /// If the case itself is refused.
+    /// If the case itself is refused, or does not run.
     pub fn mutate(&mut self, case: &Case, places: u64, dice: &mut Dice) -> Result<(), Fault> {
         let (graph, program) = lowered(case)?;
         self.programs += 1;
-        let hole = |change: String, place: &str, why: String| Hole { case: case.to_string(), change, place: place.into(), why };
+        let hole = |change: String, place: String, why: String| Hole { case: case.to_string(), change, place, why };
         if let Err(violations) = verify_program(&graph, &program) {
-            self.alarms.push(hole("none".into(), "nowhere", violations[0].to_string()));
+            self.alarms.push(hole("nothing".into(), "nowhere".into(), violations[0].to_string()));
             return Ok(());
         }
-        let want = trained(case, &graph, &program, 1).map_err(Fault::Stopped)?;
+        let subject = Subject { case, graph: &graph, want: trained(case, &graph, &program, 1).map_err(Fault::Stopped)? };
         for damage in Damage::ALL {
             for _ in 0..places {
                 let Some((mutant, place)) = damage.apply(&program, dice.roll(1 << 40)) else { continue };
-                let tally = self.damages.entry(damage).or_default();
-                if verify_program(&graph, &mutant).is_err() {
-                    tally.rejected += 1;
-                    continue;
-                }
-                match harm(case, &graph, &mutant, &want) {
-                    Harm::None => tally.same += 1,
-                    Harm::Order => tally.reordered += 1,
-                    Harm::Other(why) => {
-                        tally.wrong += 1;
-                        self.holes.push(hole(damage.name(), &place, why));
-                    }
+                let verdict = subject.judge(&mutant);
+                self.damages.entry(damage).or_default().note(&verdict);
+                if let Verdict::Wrong(why) = verdict {
+                    self.holes.push(hole(damage.name(), place, why));
                 }
             }
         }
         for rewrite in Rewrite::ALL {
             for _ in 0..places {
                 let Some((mutant, place)) = rewrite.apply(&program, dice.roll(1 << 40)) else { continue };
-                let tally = self.rewrites.entry(rewrite).or_default();
-                let harm = match verify_program(&graph, &mutant) {
-                    Ok(_) => harm(case, &graph, &mutant, &want),
-                    Err(violations) => {
-                        tally.rejected += 1;
-                        self.alarms.push(hole(rewrite.name(), &place, violations[0].to_string()));
-                        continue;
-                    }
-                };
-                match harm {
-                    Harm::None => tally.same += 1,
-                    Harm::Order => tally.reordered += 1,
-                    Harm::Other(why) => {
-                        tally.wrong += 1;
-                        self.alarms.push(hole(rewrite.name(), &place, why));
-                    }
+                let verdict = subject.judge(&mutant);
+                self.rewrites.entry(rewrite).or_default().note(&verdict);
+                if let Verdict::Rejected(why) | Verdict::Wrong(why) = verdict {
+                    self.alarms.push(hole(rewrite.name(), place, why));
                 }
             }
         }
         Ok(())
+    }
+}
+
+impl Tally {
+    fn note(&mut self, verdict: &Verdict) {
+        match verdict {
+            Verdict::Rejected(_) => self.rejected += 1,
+            Verdict::Same => self.same += 1,
+            Verdict::Reordered => self.reordered += 1,
+            Verdict::Wrong(_) => self.wrong += 1,
+        }
+    }
+    /// Accepted, and right.
+    pub fn equivalent(&self) -> u64 {
+        self.same + self.reordered
+    }
+    pub fn all(&self) -> u64 {
+        self.rejected + self.equivalent() + self.wrong
     }
 }
 
@@ -127,11 +125,12 @@ fn sum<'a>(all: impl Iterator<Item = &'a Tally>) -> Tally {
     })
 }
 
-/// What a change does to what is computed.
-enum Harm {
-    None,
-    Order,
-    Other(String),
+/// What the verifier and the interpreter say of a mutant.
+enum Verdict {
+    Rejected(String),
+    Same,
+    Reordered,
+    Wrong(String),
 }
 
 /// Orders of streams that a mutant is tried in: an edge that it lacks shows in some of them.
@@ -140,25 +139,37 @@ const ORDERS: u64 = 3;
 /// How near two sums of the same terms are.
 const REORDERED: f64 = 1e-10;
 
-fn harm(case: &Case, graph: &Graph, mutant: &Program, want: &[f64]) -> Harm {
-    let mut harm = Harm::None;
-    for seed in 2..2 + ORDERS {
-        let found = match trained(case, graph, mutant, seed) {
-            Ok(found) => found,
-            Err(why) => return Harm::Other(why),
-        };
-        let near = |(x, y): (&f64, &f64)| (x - y).abs() <= REORDERED * y.abs().max(1.0);
-        if found.iter().zip(want).any(|(x, y)| x.to_bits() != y.to_bits()) {
-            harm = Harm::Order;
-        }
-        if let Some(at) = found.iter().zip(want).position(|pair| !near(pair)) {
-            return Harm::Other(format!("number {at} is {}, not {} (order {seed})", found[at], want[at]));
-        }
-    }
-    harm
+/// An undamaged program, by what it computes.
+struct Subject<'a> {
+    case: &'a Case,
+    graph: &'a Graph,
+    want: Vec<f64>,
 }
 
-/// Losses, norms, parameters and moments of two steps; why there are none, if ranks get stuck or disagree.
+impl Subject<'_> {
+    fn judge(&self, mutant: &Program) -> Verdict {
+        if let Err(violations) = verify_program(self.graph, mutant) {
+            return Verdict::Rejected(violations[0].to_string());
+        }
+        let mut verdict = Verdict::Same;
+        for seed in 2..2 + ORDERS {
+            let found = match trained(self.case, self.graph, mutant, seed) {
+                Ok(found) => found,
+                Err(why) => return Verdict::Wrong(why),
+            };
+            let pairs = || found.iter().zip(&self.want);
+            if let Some(at) = pairs().position(|(x, y)| (x - y).abs() > REORDERED * y.abs().max(1.0) || x.is_nan()) {
+                return Verdict::Wrong(format!("number {at} is {}, not {} (order {seed})", found[at], self.want[at]));
+            }
+            if pairs().any(|(x, y)| x.to_bits() != y.to_bits()) {
+                verdict = Verdict::Reordered;
+            }
+        }
+        verdict
+    }
+}
+
+/// Losses, norms and parameters of two steps; why there are none, if ranks get stuck or disagree.
 fn trained(case: &Case, graph: &Graph, program: &Program, seed: u64) -> Result<Vec<f64>, String> {
     let mut run = ProgramRun::new(graph, program, seed).decaying(case.decay);
     init::params(graph, 9).iter().for_each(|(p, value)| run.set_param(p, value));

@@ -197,7 +197,8 @@ fn on_one_device(case: &Case, graph: &Graph) -> Trained {
     let plain = |t: &Table<ParamId, Tensor>| t.map(|_, t| t.data.clone());
     for step in 1..=STEPS {
         let at = scalars(case, graph, step);
-        let report = train_step_of(graph, &mut state, &batches(case, graph, step), &StepScalars { loss_scale: 1.0, ..at }, case.optimizer, case.decay);
+        let report =
+            train_step_of(graph, &mut state, &batches(case, graph, step), &StepScalars { loss_scale: 1.0, ..at }, case.optimizer, case.decay);
         trained.losses.push(report.loss);
         trained.norms.push(Some(report.grad_norm));
         trained.tensors.push((Kind::Gradient(step), plain(&report.grads)));

@@ -77,18 +77,22 @@ pub struct Way {
 impl Way {
     pub const PLAIN: Way = Way { zero: Zero(0), offload: Offload::None, recompute: Recompute::None, gathered: Gathered::Keep };
 
-    fn drawn(dice: &mut Dice) -> Way {
-        Way {
+    /// Of each layer its own, or all alike; optimizer states at home in half of all cases.
+    fn drawn(dice: &mut Dice, layers: u32) -> Vec<Way> {
+        let offloads = dice.pick(&[&Offload::ALL[..], &[Offload::None]]);
+        let mut draw = || Way {
             zero: Zero(dice.roll(4) as u8),
-            offload: dice.pick(&Offload::ALL),
+            offload: dice.pick(offloads),
             recompute: dice.pick(&Recompute::ALL),
             gathered: dice.pick(&[Gathered::Keep, Gathered::Again]),
-        }
+        };
+        let ways: Vec<Way> = (0..layers).map(|_| draw()).collect();
+        if dice.one_in(3) { vec![ways[0]; ways.len()] } else { ways }
     }
 }
 
 /// The most ranks of a drawn case.
-const MOST_RANKS: u64 = 32;
+const MOST_RANKS: u64 = 24;
 
 /// The largest number in a case.
 pub(super) const MOST: u64 = 4096;
@@ -165,8 +169,8 @@ impl Case {
                 0 => Split::Textbook,
                 _ => Split::Drawn(dice.roll(1000)),
             },
-            ways: (0..layers).map(|_| Way::drawn(dice)).collect(),
-            compute: dice.pick(&[DType::F64, DType::F64, DType::F64, DType::Bf16, DType::F16]),
+            ways: Way::drawn(dice, layers),
+            compute: dice.pick(&[DType::F64, DType::F64, DType::F64, DType::F64, DType::F64, DType::F64, DType::Bf16, DType::F16]),
             optimizer: dice.pick(&Optimizer::ALL),
             clip: dice.pick(&[Clip::None, Clip::GlobalNorm]),
             decay: dice.pick(&[DecayGroups::All, DecayGroups::Matrices]),
@@ -176,13 +180,17 @@ impl Case {
         case
     }
 
-    /// Makes layers agree where they have no choice of their own: homes of a tied table have one ZeRO stage, and a backward pass in halves keeps gradients whole.
+    /// Makes choices agree that are none of their own: homes of a tied table have one ZeRO stage, a backward pass in halves keeps gradients whole, and a loss
+    /// that is scaled takes the factor that clips.
     pub fn settle(&mut self) {
         self.ways.resize(self.model.layers() as usize, Way::PLAIN);
         let most = if self.pipeline().parts_backward() { 1 } else { 3 };
         self.ways.iter_mut().for_each(|way| way.zero.0 = way.zero.0.min(most));
         if let ([first, .., last], true) = (self.ways.as_mut_slice(), self.model.tied) {
             last.zero = first.zero;
+        }
+        if self.compute == DType::F16 {
+            self.clip = Clip::GlobalNorm;
         }
     }
 
@@ -203,11 +211,21 @@ impl Case {
             () if self.ep > 1 && !(self.model.ffn.is_routed() && EXPERTS.is_multiple_of(self.ep)) => Some("experts that ep divides"),
             () if !self.dp.is_multiple_of(self.ep) => Some("a dp that ep divides"),
             () if !self.model.seq.is_multiple_of(self.cp) => Some("a sequence that cp divides"),
-            () if self.boundary == Boundary::Sequence && !self.model.seq.is_multiple_of(self.cp * self.tp) => Some("a sequence that cp and tp divide"),
+            () if self.splits_sequence() && !self.model.seq.is_multiple_of(self.cp * self.tp) => Some("a sequence that cp and tp divide"),
+            () if self.split == Split::Textbook && self.model.ffn.is_routed() && !EXPERTS.is_multiple_of(self.ep * self.tp) => {
+                Some("experts that ep and tp divide")
+            }
             () if !matches!(self.compute, DType::F64 | DType::Bf16 | DType::F16) => Some("f64, bf16 or f16"),
-            () if settled != *self => Some("one way for each layer, ZeRO 0 or 1 in halves of backward passes, and one ZeRO stage for a tied table"),
+            () if settled != *self => {
+                Some("one way for each layer, ZeRO 0 or 1 in halves of backward passes, one ZeRO stage for a tied table, and clipping with f16")
+            }
             () => self.pipeline().refusal(),
         }
+    }
+
+    /// Whether tensor-parallel axes split positions.
+    fn splits_sequence(&self) -> bool {
+        self.boundary == Boundary::Sequence || self.split == Split::Textbook
     }
 
     pub fn pp(&self) -> u64 {

@@ -66,7 +66,12 @@ const KEYS: [Key; 29] = [
         |c, t| each(c, t, |w, t| name(&mut w.recompute, Recompute::from_name(t))),
         "none, selective or full, one for all layers or for each",
     ),
-    ("gathered", |c| list(c, gathered_name), |c, t| each(c, t, |w, t| name(&mut w.gathered, gathered(t))), "keep or again, one for all layers or for each"),
+    (
+        "gathered",
+        |c| list(c, gathered_name),
+        |c, t| each(c, t, |w, t| name(&mut w.gathered, gathered(t))),
+        "keep or again, one for all layers or for each",
+    ),
     ("compute", |c| c.compute.name().into(), |c, t| name(&mut c.compute, DType::from_name(t)), "f64, bf16 or f16"),
     ("optimizer", |c| c.optimizer.name().into(), |c, t| name(&mut c.optimizer, Optimizer::from_name(t)), "adamw, adam or sgd"),
     (

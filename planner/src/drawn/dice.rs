@@ -8,9 +8,9 @@ impl Dice {
     /// Dice of their own for one of several draws, independent of how many rolls the others took.
     pub fn of(seed: u64, number: u64) -> Dice {
         let mut dice = Dice(seed);
-        Dice(dice.next() ^ number.wrapping_mul(0xd1b5_4a32_d192_ed03))
+        Dice(dice.bits() ^ number.wrapping_mul(0xd1b5_4a32_d192_ed03))
     }
-    pub fn next(&mut self) -> u64 {
+    pub fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let x = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -18,7 +18,7 @@ impl Dice {
     }
     /// A number below `sides`.
     pub fn roll(&mut self, sides: u64) -> u64 {
-        self.next() % sides
+        self.bits() % sides
     }
     pub fn pick<T: Copy>(&mut self, of: &[T]) -> T {
         of[self.roll(of.len() as u64) as usize]

@@ -76,7 +76,7 @@ fn alike(a: &[f64], b: &[f64]) -> bool {
 }
 
 /// Damage of these kinds always makes a program wrong. (A collective may be dropped where nobody reads its result.)
-const FATAL: [Damage; 26] = [
+const FATAL: [Damage; 27] = [
     Damage::DropMessage,
     Damage::DropAddInto,
     Damage::DropSquareSum,
@@ -97,6 +97,7 @@ const FATAL: [Damage; 26] = [
     Damage::WithoutClip,
     Damage::WrongMoment,
     Damage::ShortenBuffer,
+    Damage::ShorterType,
     Damage::WrongPartial,
     Damage::Untie,
     Damage::DropCall,

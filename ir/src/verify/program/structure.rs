@@ -237,9 +237,11 @@ impl Checker<'_> {
                     return Err("its flat buffer would begin before the arena".into());
                 }
             }
+            // Sums over a whole step: in a shorter type than gradients have, small terms would be lost.
             Content::Scalar(_) => {
-                if buffer.bytes != size || buffer.dtype == crate::dtype::DType::I32 {
-                    return Err("a scalar is one floating-point element".into());
+                let least = self.graph.loss.map_or(crate::dtype::DType::F32, |v| self.graph.values[v].ty.dtype.accumulator());
+                if buffer.bytes != size || buffer.dtype == crate::dtype::DType::I32 || size < least.size() {
+                    return Err(format!("a scalar is one floating-point element, of {least} at least"));
                 }
             }
             Content::Scratch => {}

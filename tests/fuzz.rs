@@ -3,6 +3,7 @@
 use dplan::fuzz::mutate::Outcome;
 use dplan::fuzz::run::{Fault, bits, check, check_program, lowered};
 use dplan::fuzz::space::{Seen, nth, small};
+use dplan_ir::program::Program;
 use dplan_ir::verify::mutate::Damage;
 use dplan_ir::verify::verify_program;
 use dplan_planner::drawn::{Case, Dice};
@@ -54,10 +55,10 @@ fn a_damaged_program_is_told_from_a_right_one() {
     let (graph, program) = lowered(&case).unwrap();
     assert!(check_program(&case, &graph, &program).unwrap().error < 1e-12);
     for damage in [Damage::DropAddInto, Damage::SetForAdd, Damage::WithoutClip, Damage::CountOften, Damage::DropUpdate] {
-        let mut mutants = (0..50).filter_map(|pick| damage.apply(&program, pick * 7919));
-        let (damaged, at) = mutants.find(|(p, _)| verify_program(&graph, p).is_err()).unwrap_or_else(|| panic!("no {damage:?}"));
-        let fault = check_program(&case, &graph, &damaged).unwrap_err();
-        assert!(matches!(fault, Fault::Differs(_)), "{damage:?} at {at}: {fault}");
+        let mut mutants = (0..20).filter_map(|pick| damage.apply(&program, pick * 7919)).filter(|(p, _)| verify_program(&graph, p).is_err());
+        // Not each of them shows in numbers: a contribution that sets what was zero, or comes first.
+        let differs = |(p, _): (Program, String)| matches!(check_program(&case, &graph, &p), Err(Fault::Differs(_)));
+        assert!(mutants.any(differs), "{damage:?}");
     }
 }
 

@@ -178,7 +178,7 @@ const LOSS_SCALE: f64 = 256.0;
 
 /// Scalars of a step, of a run that learns fast and clips always.
 pub fn scalars(case: &Case, graph: &Graph, step: u64) -> StepScalars {
-    let clip = if case.clip == Clip::None { f64::INFINITY } else { 0.5 };
+    let clip = if case.clip == Clip::None { f64::INFINITY } else { 0.02 };
     let hyper = Hyper { lr: 0.01, beta1: 0.9, beta2: 0.95, eps: 1e-3, weight_decay: 0.1, momentum: 0.9, clip };
     let tokens: u64 = graph.shape(graph.inputs[0]).iter().product::<u64>() * case.micro_batches;
     let loss_scale = if case.compute == DType::F16 { LOSS_SCALE } else { 1.0 };

@@ -35,13 +35,13 @@ fn simpler(case: &Case) -> Vec<Case> {
     });
     offer(&|c| (c.schedule, c.virtual_stages) = (Schedule::OneFOneB, 1));
     for at in 0..case.cuts.len() {
-        offer(&|c| {
-            c.cuts.remove(at);
-        });
-        let (keep, pp) = (case.virtual_stages - 1, case.pp() as usize);
+        // A stage less, with all its virtual stages; then a virtual stage less on each.
+        let (keep, of_stage, pp) = (case.virtual_stages - 1, case.virtual_stages as usize, case.pp() as usize);
+        let fewer = |c: &mut Case, cuts: usize| drop(c.cuts.drain(at..(at + cuts).min(c.cuts.len())));
+        offer(&|c| fewer(c, of_stage));
         offer(&|c| {
             c.virtual_stages = keep;
-            c.cuts.drain(at..(at + pp).min(c.cuts.len()));
+            fewer(c, pp);
         });
     }
     for layer in 1..=case.model.blocks {

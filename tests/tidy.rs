@@ -127,3 +127,51 @@ fn nothing_is_left_open_and_no_machine_is_named() {
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
+
+/// `docs/bugs.md` has a row for each group of bugs; the tests that it names exist, and those named after a group stand in its row.
+#[test]
+fn every_group_of_bugs_has_its_tests() {
+    const GROUPS: usize = 34;
+    let table = fs::read_to_string(root().join("docs/bugs.md")).unwrap();
+    let rows = table.lines().filter_map(|line| {
+        let (group, rest) = line.strip_prefix("| ")?.split_once(" | ")?;
+        Some((group.parse::<usize>().ok()?, rest))
+    });
+    let rows: Vec<(usize, &str)> = rows.collect();
+    assert_eq!(rows.iter().map(|r| r.0).collect::<Vec<_>>(), (1..=GROUPS).collect::<Vec<_>>(), "one row for each group, in order");
+    let mut wrong = Vec::new();
+    let mut named = Vec::new();
+    for (group, row) in &rows {
+        let before = named.len();
+        // Between back-quotes: file::test.
+        for (file, test) in row.split('`').skip(1).step_by(2).filter_map(|code| code.split_once(".rs::")) {
+            let text = fs::read_to_string(root().join(format!("{file}.rs"))).unwrap_or_default();
+            if !tests_of(&text).any(|t| t == test) {
+                wrong.push(format!("group {group}: {file}.rs has no test {test}"));
+            }
+            named.push((*group, test.to_string()));
+        }
+        if named.len() == before {
+            wrong.push(format!("group {group} names no test"));
+        }
+    }
+    for file in rust_files(&root().join("tests")) {
+        let text = fs::read_to_string(&file).unwrap();
+        for test in tests_of(&text).filter(|t| t.starts_with("group_")) {
+            let group = test[6..].split('_').next().and_then(|n| n.parse().ok()).unwrap_or(0);
+            if !named.contains(&(group, test.to_string())) {
+                wrong.push(format!("{}: {test} is not in the row of its group", relative(&file)));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// The names of the tests of a file.
+fn tests_of(text: &str) -> impl Iterator<Item = &str> {
+    let name = |after: &'_ str| -> Option<(usize, usize)> {
+        let start = after.find("fn ")? + 3;
+        Some((start, start + after[start..].find('(')?))
+    };
+    text.split("#[test]").skip(1).filter_map(move |after| name(after).map(|(start, end)| &after[start..end]))
+}

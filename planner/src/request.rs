@@ -10,7 +10,7 @@ use crate::model::Model;
 use crate::pins::{Allowed, PinError, Pins};
 use crate::problem::Problem;
 use crate::search::{Closed, Found, Outcome, Statistics, explore};
-use crate::space::{layouts, nearest_batch};
+use crate::space::{layouts, nearest_batch, needs_of_pipelines};
 use crate::units::{Bytes, Nanos};
 use dplan_ir::dtype::DType;
 use dplan_ir::graph::Graph;
@@ -71,6 +71,8 @@ pub enum Refusal {
     Batch { batch: u64, nearest: Option<u64>, pins: String },
     #[error("no layer choice is possible{}: some layer cannot be split this way, or ZeRO is pinned without data parallelism", under(pins))]
     Impossible { pins: String },
+    #[error("no pipeline is possible{}: {needs}", under(pins))]
+    Pipeline { needs: String, pins: String },
     #[error("{0}")]
     Infeasible(Box<Infeasible>),
     #[error("time ran out before any plan was found")]
@@ -212,7 +214,11 @@ impl<'a> Planner<'a> {
     fn refuse(&mut self, late: &dyn Fn() -> bool) -> Refusal {
         let pins = self.request.pins.to_string();
         let Some(shortage) = infeasible::shortage(&self.problem, &mut self.prices) else {
-            return Refusal::Impossible { pins };
+            let Problem { devices, batch, .. } = self.problem;
+            return match needs_of_pipelines(&self.prices, devices, batch, &self.problem.pins) {
+                Some(needs) => Refusal::Pipeline { needs, pins },
+                None => Refusal::Impossible { pins },
+            };
         };
         let machine = self.request.machine;
         let devices = self.fewest_above(self.problem.devices, late);

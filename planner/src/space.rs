@@ -107,14 +107,40 @@ pub fn searched(pins: &Pins) -> Vec<Schedule> {
 
 /// Every pipeline of so many stages and micro-batches that the pins allow, each virtual stage with a layer at least.
 fn pipelines(layers: u64, stages: u64, micro_batches: u64, pins: &Pins) -> Vec<Pipeline> {
+    pinned_pipelines(layers, stages, micro_batches, pins).into_iter().filter(|p| refusal(p, layers).is_none()).collect()
+}
+
+/// The same and those that cannot be.
+fn pinned_pipelines(layers: u64, stages: u64, micro_batches: u64, pins: &Pins) -> Vec<Pipeline> {
     let counts: Vec<u64> = match pins.virtual_stages.values() {
         Some(pinned) => pinned.to_vec(),
         None => std::iter::successors(Some(1), |v| Some(2 * v)).take_while(|v| v * stages <= layers).collect(),
     };
-    let all = searched(pins)
-        .into_iter()
-        .flat_map(|schedule| counts.iter().map(move |&virtual_stages| Pipeline { schedule, stages, virtual_stages, micro_batches }));
-    all.filter(|p| p.refusal().is_none() && p.virtual_stages <= layers / stages).collect()
+    let of = |schedule| counts.iter().map(move |&virtual_stages| Pipeline { schedule, stages, virtual_stages, micro_batches });
+    searched(pins).into_iter().flat_map(of).collect()
+}
+
+/// What a pipeline lacks, if it cannot be.
+fn refusal(pipeline: &Pipeline, layers: u64) -> Option<&'static str> {
+    let few_layers = pipeline.virtual_stages > layers / pipeline.stages;
+    pipeline.refusal().or(few_layers.then_some("a layer for each virtual stage"))
+}
+
+/// What pipelines under these pins would need, if there is none.
+pub fn needs_of_pipelines(prices: &dyn Prices, devices: u64, batch: u64, pins: &Pins) -> Option<String> {
+    let layers = prices.classes().len() as u64;
+    let mut needs: Vec<String> = Vec::new();
+    for (Degrees { dp, .. }, pp) in layouts(prices, devices, pins).into_iter().filter(|(d, _)| batch.is_multiple_of(d.dp)) {
+        for micro_batch in divisors(batch / dp).filter(|m| pins.micro_batch.allows(m)) {
+            for pipeline in pinned_pipelines(layers, pp, batch / dp / micro_batch, pins) {
+                let lacks = format!("{} needs {}", pipeline.schedule.name(), refusal(&pipeline, layers)?);
+                if !needs.contains(&lacks) {
+                    needs.push(lacks);
+                }
+            }
+        }
+    }
+    (!needs.is_empty()).then(|| needs.join(", "))
 }
 
 /// Every way of sharing out all devices that the pins allow: the ranks of a stage, and the number of stages.

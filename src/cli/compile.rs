@@ -210,9 +210,12 @@ fn refused(args: &Args, refusal: &Refusal) -> Result<Outcome> {
             Ok(Outcome::No)
         }
         Refusal::Solver(fault) => Err(Failure::fault(fault.clone())),
-        Refusal::Pins(_) | Refusal::Graph(_) | Refusal::Layout { .. } | Refusal::Batch { .. } | Refusal::Impossible { .. } => {
-            Err(anyhow::anyhow!("{refusal}").into())
-        }
+        Refusal::Pins(_)
+        | Refusal::Graph(_)
+        | Refusal::Layout { .. }
+        | Refusal::Batch { .. }
+        | Refusal::Pipeline { .. }
+        | Refusal::Impossible { .. } => Err(anyhow::anyhow!("{refusal}").into()),
     }
 }
 

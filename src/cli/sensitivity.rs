@@ -161,7 +161,12 @@ fn on(what: String, forward: &Graph, options: &Options<'_>) -> Result<Sensitivit
         Ok(found) => Ok(found),
         // Pins and batch that fit the machine at hand need not fit this one.
         Err(CompileError::Refused(
-            refusal @ (Refusal::Infeasible(_) | Refusal::Late | Refusal::Batch { .. } | Refusal::Layout { .. } | Refusal::Impossible { .. }),
+            refusal @ (Refusal::Infeasible(_)
+            | Refusal::Late
+            | Refusal::Batch { .. }
+            | Refusal::Layout { .. }
+            | Refusal::Pipeline { .. }
+            | Refusal::Impossible { .. }),
         )) => Err(refusal.to_string()),
         Err(other) => return Err(other),
     };

@@ -13,11 +13,14 @@ use dplan::runtime::Rows;
 use dplan_ir::build::Builder;
 use dplan_ir::dtype::DType;
 use dplan_ir::entity::{DimId, NodeId};
+use dplan_ir::grad::differentiate;
 use dplan_ir::graph::{Def, Graph, Init, Type};
 use dplan_ir::op::{Activation, Op, Renormalize, Router, Spec};
 use dplan_ir::plan::Recompute;
+use dplan_ir::program::Program;
 use dplan_ir::rule::Assignment;
 use dplan_ir::verify::mutate::Damage;
+use dplan_planner::machine::Machine;
 use groups::{BATCH, LLAMA, MIXTRAL, SEQ, alike, batch, changed, check, import, named, one_rank, plan, reasons, with};
 use megatron::Shape;
 use zoo::Dice;
@@ -78,7 +81,7 @@ fn weight_of_sequences(graph: &Graph) -> Vec<f64> {
 /// Group 4 (Megatron-LM#673, #906): with context parallelism the loss is divided once more, or by the wrong part of the tokens.
 #[test]
 fn group_04_parts_of_a_context_are_weighed_by_their_tokens() {
-    let ways = [(2, "cp=2"), (4, "cp=4,zero=3"), (4, "dp=2,cp=2,micro=1"), (4, "cp=2,pp=2,micro=2"), (4, "cp=2,tp=2")];
+    let ways = [(2, "cp=2"), (4, "cp=4,zero=3"), (4, "dp=2,cp=2,micro=1"), (4, "cp=2,pp=2,micro=2"), (4, "cp=2,tp=2,sp=on")];
     for (file, _) in check(&weighted(), &ways) {
         assert!(file.plan.cp > 1);
     }
@@ -187,7 +190,10 @@ fn group_07_gathered_logits_count_once_and_sinks_are_in_the_norm() {
     }
     assert!(seen.len() > 5, "{seen:?}");
     let golden: serde_json::Value = serde_json::from_str(include_str!("golden/gpt_oss.json")).unwrap();
-    for (file, trained) in check(&import(&golden["config"].to_string()), &[(2, "tp=2"), (4, "tp=4"), (4, "dp=2,tp=2,zero=2")]) {
+    let model = import(&golden["config"].to_string());
+    let one = one_rank(&model);
+    for shape in [Shape { tp: 2, ..Shape::ONE }, Shape { tp: 4, micro: 4, ..Shape::ONE }, Shape { dp: 2, tp: 2, zero: 2, micro: 4, ..Shape::ONE }] {
+        let (file, trained) = alike(&format!("{shape:?}"), textbook(&model, shape), &one);
         let sinks = named(&file.graph, "sink");
         assert!(sinks.iter().any(|&p| trained.grads[p].iter().any(|&g| g != 0.0)));
     }
@@ -209,7 +215,9 @@ fn group_08_weights_of_norms_are_the_same_on_all_ranks_of_a_split_sequence() {
 /// Group 9 (Megatron-LM#1464): with context parallelism, gradients of projections are partial over parts of the sequence.
 #[test]
 fn group_09_projections_have_the_gradient_of_the_whole_context() {
-    for (file, trained) in check(&import(LLAMA), &[(2, "cp=2"), (4, "cp=4"), (8, "cp=2,tp=2,pp=2,micro=2"), (4, "dp=2,cp=2,zero=3,recompute=full")]) {
+    for (file, trained) in
+        check(&import(LLAMA), &[(2, "cp=2"), (4, "cp=4"), (8, "cp=2,tp=2,pp=2,micro=2,sp=on"), (4, "dp=2,cp=2,zero=3,recompute=full")])
+    {
         assert!(file.plan.cp > 1);
         let projections = ["q_proj", "k_proj", "v_proj"].map(|part| named(&file.graph, part));
         assert!(projections.iter().flatten().all(|&p| trained.grads[p].iter().any(|&g| g != 0.0)));
@@ -218,10 +226,12 @@ fn group_09_projections_have_the_gradient_of_the_whole_context() {
 
 /// A plan as in the Megatron papers, whatever a search would choose.
 fn textbook(model: &Graph, shape: Shape) -> PlanFile {
-    let ranks = shape.dp * shape.tp * shape.pp;
-    let pins = format!("dp={},tp={},pp={},micro={}", shape.dp, shape.tp, shape.pp, shape.micro);
-    let like = plan(model, ranks, &pins);
-    changed(&like, |file| file.plan = megatron::plan(&file.graph, shape, BATCH))
+    let mut graph = model.clone();
+    graph.set_batch(shape.dp * shape.micro);
+    let graph = differentiate(&graph).unwrap();
+    let cluster = Machine::parse(&format!("cpu:{}", shape.dp * shape.tp * shape.pp)).unwrap();
+    let plan = megatron::plan(&graph, shape, BATCH);
+    changed(&PlanFile { graph, cluster, plan, program: Program::default(), seq: SEQ }, |_| {})
 }
 
 /// Group 10 (Megatron-LM#1754): a vocabulary that ranks do not divide; padding takes part in the loss.
@@ -292,6 +302,12 @@ fn group_12_experts_are_in_the_norm_and_summed_over_their_own_ranks() {
         let experts = named(&file.graph, "experts");
         assert!(file.plan.ep > 1 && experts.iter().all(|&p| trained.grads[p].iter().any(|&g| g != 0.0)));
     }
+    // Experts over data ranks and over tensor-parallel ranks at once.
+    let routed_alone = router_loss();
+    let one = one_rank(&routed_alone);
+    for file in shuffled(&plan(&routed_alone, 8, "dp=4,ep=2,tp=2,micro=2,zero=1"), 0, 5) {
+        alike("experts over two axes", file, &one);
+    }
     // Attention split and experts whole, and the other way round.
     let (one, file) = (one_rank(&model), textbook(&model, Shape { dp: 2, tp: 2, micro: 4, zero: 1, ..Shape::ONE }));
     let routed = |graph: &Graph, id: NodeId| {
@@ -310,14 +326,16 @@ fn group_12_experts_are_in_the_norm_and_summed_over_their_own_ranks() {
 fn group_13_what_every_rank_has_counts_once_in_the_norm() {
     let golden: serde_json::Value = serde_json::from_str(include_str!("golden/deepseek_v2.json")).unwrap();
     let config = with(&golden["config"].to_string(), r#""num_attention_heads":8,"num_key_value_heads":8"#);
-    for (file, trained) in check(&import(&config), &[(8, "tp=8"), (8, "dp=2,tp=4,zero=1")]) {
-        let shared = named(&file.graph, "kv_a_proj");
-        assert!(shared.iter().all(|&p| trained.copies[p] > 0), "{} is on several ranks", groups::name(&file.graph, shared[0]));
+    let model = import(&config);
+    let (one, two) = (one_rank(&model), Shape { dp: 2, tp: 4, zero: 1, micro: 4, ..Shape::ONE });
+    for shape in [Shape { tp: 8, ..Shape::ONE }, two] {
+        let (file, trained) = alike(&format!("{shape:?}"), textbook(&model, shape), &one);
+        assert!(named(&file.graph, "kv_a_proj").iter().all(|&p| trained.copies[p] > 0), "every rank has the latent projections");
     }
-    let file = plan(&import(&config), 8, "dp=2,tp=4,zero=1");
+    let file = textbook(&model, two);
     let counted: Vec<Vec<String>> =
         (0..20).filter_map(|pick| Damage::CountOften.apply(&file.program, pick)).map(|(p, _)| reasons(&file.graph, &p)).collect();
-    assert!(!counted.is_empty() && counted.iter().all(|r| r.iter().any(|why| why.contains("in the norm, expected once"))), "{counted:?}");
+    assert!(!counted.is_empty() && counted.iter().all(|r| r.iter().any(|why| why.contains("but it is replicated over"))), "{counted:?}");
 }
 
 /// Group 14 (Megatron-LM#656, piper#13): the copies of a tied embedding on the first and on the last stage drift apart.
@@ -327,7 +345,7 @@ fn group_14_both_ends_of_a_tied_embedding_stay_the_same() {
         (2, "pp=2,micro=2"),
         (4, "pp=4,micro=1"),
         (4, "dp=2,pp=2,zero=0,micro=1"),
-        (8, "dp=2,tp=2,pp=2,zero=1,micro=2"),
+        (8, "dp=2,tp=2,pp=2,zero=1,micro=2,sp=on"),
         (4, "dp=2,pp=2,zero=3,micro=2"),
     ];
     for (file, trained) in check(&import(LLAMA), &ways) {
@@ -342,12 +360,18 @@ fn group_14_both_ends_of_a_tied_embedding_stay_the_same() {
 /// Group 34 (torchtitan#2574, transformers#48307): more tensor-parallel ranks than heads of keys and values.
 #[test]
 fn group_34_more_ranks_than_heads_of_keys_is_no_error() {
+    let shapes = [
+        Shape { tp: 4, ..Shape::ONE },
+        Shape { tp: 6, micro: 4, ..Shape::ONE },
+        Shape { dp: 2, tp: 4, zero: 1, micro: 2, ..Shape::ONE },
+        Shape { tp: 4, sequence: true, recompute: Recompute::Full, ..Shape::ONE },
+    ];
     for heads in [1, 2, 3] {
         let model = import(&with(LLAMA, &format!(r#""num_hidden_layers":2,"num_key_value_heads":{heads}"#)));
-        for (file, _) in check(&model, &[(4, "tp=4"), (8, "dp=2,tp=4,zero=1"), (6, "tp=6")]) {
-            assert!(file.plan.tp > heads);
-        }
         let one = one_rank(&model);
-        alike("textbook", textbook(&model, Shape { tp: 4, recompute: Recompute::Full, ..Shape::ONE }), &one);
+        for shape in shapes {
+            assert!(shape.tp > heads);
+            alike(&format!("{heads} heads, {shape:?}"), textbook(&model, shape), &one);
+        }
     }
 }

@@ -115,7 +115,7 @@ fn group_31_more_than_two_to_the_31_elements_are_counted_in_64_bits() {
 #[test]
 fn group_32_what_is_computed_again_has_the_same_bits() {
     for (config, ranks, pins) in
-        [(LLAMA, 1, "micro=4"), (LLAMA, 4, "tp=2,pp=2,micro=2"), (MIXTRAL, 4, "dp=2,ep=2,tp=2,micro=2"), (LLAMA, 4, "dp=2,cp=2,zero=3")]
+        [(LLAMA, 1, "micro=4"), (LLAMA, 4, "tp=2,pp=2,micro=2,sp=on"), (MIXTRAL, 4, "dp=2,ep=2,tp=2,micro=2"), (LLAMA, 4, "dp=2,cp=2,zero=3")]
     {
         let kept = plan(&import(config), ranks, &format!("{pins},recompute=none"));
         let want = train(&kept, Order::Eager);

@@ -139,7 +139,7 @@ fn group_17_updates_wait_for_reduced_gradients() {
 #[test]
 fn group_18_forward_passes_use_the_weights_of_the_last_update() {
     for (pins, why) in
-        [("dp=4,zero=1", "not its new version"), ("dp=4,zero=3,micro=1", "nothing known"), ("dp=2,tp=2,zero=3,micro=2", "nothing known")]
+        [("dp=4,zero=1", "not its new version"), ("dp=4,zero=3,micro=1", "nothing known"), ("dp=2,tp=2,zero=3,micro=2,sp=on", "nothing known")]
     {
         let file = plan(&import(LLAMA), 4, pins);
         any_order(&file, 3);
@@ -260,7 +260,7 @@ fn group_23_idle_experts_keep_nobody_waiting() {
 /// Group 24 (nccl#195, #522, rccl#2191, Megatron-LM#107): collectives of several communicators start in an order that depends on timing, and hang.
 #[test]
 fn group_24_collectives_of_several_communicators_need_no_luck() {
-    for pins in ["dp=2,tp=2,pp=2,zero=3,micro=2,sp=on", "dp=2,cp=2,tp=2,zero=2,micro=1", "dp=2,tp=2,pp=2,zero=0,micro=1"] {
+    for pins in ["dp=2,tp=2,pp=2,zero=3,micro=2,sp=on", "dp=2,cp=2,tp=2,zero=2,micro=1", "dp=2,tp=2,pp=2,zero=0,micro=1,sp=on"] {
         let file = plan(&import(LLAMA), 8, pins);
         let collectives =
             |stream| !sites(&file.program, |_, _, issue| issue.stream == stream && matches!(issue.instr, Instr::Collective { .. })).is_empty();
@@ -268,7 +268,7 @@ fn group_24_collectives_of_several_communicators_need_no_luck() {
         any_order(&file, 5);
     }
     // One that a stage leaves out is missed before anything runs.
-    let file = plan(&import(LLAMA), 8, "dp=2,tp=2,pp=2,zero=0,micro=1");
+    let file = plan(&import(LLAMA), 8, "dp=2,tp=2,pp=2,zero=0,micro=1,sp=on");
     let across = sites(&file.program, |_, _, issue| matches!(&issue.instr, Instr::Collective { stages, .. } if !stages.is_empty()));
     assert!(across.len() >= 4, "sums over both stages: a tied table and the norm");
     let mut missing = across.iter().map(|&site| reasons(&file.graph, &without(&file.program, site)).join("; "));

@@ -5,8 +5,6 @@ mod common;
 mod groups;
 #[path = "common/megatron.rs"]
 mod megatron;
-#[path = "../planner/tests/zoo/mod.rs"]
-mod zoo;
 
 use dplan::planfile::PlanFile;
 use dplan::runtime::Rows;
@@ -20,10 +18,10 @@ use dplan_ir::plan::Recompute;
 use dplan_ir::program::Program;
 use dplan_ir::rule::Assignment;
 use dplan_ir::verify::mutate::Damage;
+use dplan_planner::drawn::{self, Dice};
 use dplan_planner::machine::Machine;
 use groups::{BATCH, LLAMA, MIXTRAL, SEQ, alike, batch, changed, check, import, named, one_rank, plan, reasons, with};
 use megatron::Shape;
-use zoo::Dice;
 
 /// Group 1 (torchtitan#2972): gradients of a pipeline are larger by the number of tokens, since a sum is divided after the backward pass, or is not.
 #[test]
@@ -141,7 +139,7 @@ fn shuffled(file: &PlanFile, layer: u32, seeds: u64) -> Vec<PlanFile> {
     let mesh = file.plan.mesh();
     let one = |seed| {
         changed(file, |file| {
-            let strategy = zoo::strategy(&file.graph, &mesh, layer, &mut Dice(seed));
+            let strategy = drawn::shuffled(&file.graph, &mesh, layer, &mut Dice(seed));
             // The layer alone, not others that run like it.
             file.plan.options.push(file.plan.layer(layer).clone());
             let option = file.plan.options.len() - 1;

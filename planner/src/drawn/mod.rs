@@ -12,5 +12,5 @@ mod text;
 pub use case::{Boundary, Case, Split, Way};
 pub use dice::Dice;
 pub use model::{EXPERTS, Ffn, Model, Sight, inputs};
-pub use plan::textbook;
+pub use plan::{shuffled, textbook};
 pub use text::CaseError;

@@ -20,7 +20,7 @@ impl Case {
         let strategy = |layer: u32| match self.split {
             Split::None => graph.forward_nodes().filter(|(_, n)| n.layer == layer).map(|_| Assignment::default()).collect(),
             Split::Textbook => textbook(graph, &mesh, layer),
-            Split::Drawn(seed) => drawn(graph, &mesh, layer, &mut Dice::of(seed, u64::from(layer))),
+            Split::Drawn(seed) => shuffled(graph, &mesh, layer, &mut Dice::of(seed, u64::from(layer))),
         };
         let mut options: Vec<LayerPlan> = (0..layers)
             .zip(&self.ways)
@@ -61,7 +61,7 @@ impl Case {
 }
 
 /// A strategy for one layer: each tensor-parallel axis splits any factor of each node, or none.
-fn drawn(graph: &Graph, mesh: &Mesh, layer: u32, dice: &mut Dice) -> Vec<Assignment> {
+pub fn shuffled(graph: &Graph, mesh: &Mesh, layer: u32, dice: &mut Dice) -> Vec<Assignment> {
     // Parameters that layers share, and the packed rows of experts, need one choice.
     let (rows, table) = (dice.pick(&["e", "f", ""]), dice.pick(&["v", ""]));
     let free = crate::padding::paddable(graph);

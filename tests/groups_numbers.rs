@@ -126,17 +126,6 @@ fn group_32_what_is_computed_again_has_the_same_bits() {
     }
 }
 
-/// Group 32 too: dplan has no dropout, and says so where a config asks for it.
-#[test]
-fn group_32_dropout_of_a_config_is_not_dropped_in_silence() {
-    let notes = |keys: &str| {
-        let options = ImportOptions { seq: Some(8), compute: DType::F64, family: None };
-        model_from_bytes("config.json", with(LLAMA, keys).as_bytes(), &options).unwrap().notes.join("; ")
-    };
-    assert!(notes(r#""attention_dropout":0.1"#).contains("attention_dropout 0.1 of the config is not applied: training runs without dropout"));
-    assert!(!notes(r#""attention_dropout":0.0"#).contains("dropout"));
-}
-
 /// Group 33 (Megatron-LM#1256): random numbers depend on how the sequence, or the weights, are split.
 #[test]
 fn group_33_random_numbers_belong_to_logical_elements() {

@@ -1,0 +1,368 @@
+//! Plain enumeration of everything: every tuple, every cut into stages, every option and ZeRO stage of every layer. It shares with the search the prices and the arena
+//! formula, and nothing else; the objective, the places of virtual stages and what they keep are written out again from their definitions.
+
+use super::drawn::Drawn;
+use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
+use dplan_ir::pipeline::{Pipeline, Slots};
+use dplan_ir::plan::{Clip, Offload, Schedule, States, Zero};
+use dplan_ir::program::{Pattern, Role};
+use dplan_planner::memory::{self, StagePosition, StateTypes, arena};
+use dplan_planner::options::Halves;
+use dplan_planner::prices::{Links, Offer, Prices, Shape};
+use dplan_planner::problem::Problem;
+use std::rc::Rc;
+
+/// `max + a fifth of the smaller`, rounded up.
+fn overlapped(compute: u64, traffic: u64) -> u64 {
+    compute.max(traffic) + compute.min(traffic).div_ceil(5)
+}
+
+struct Setting<'a> {
+    prices: &'a Drawn,
+    types: StateTypes,
+    clip: Clip,
+    mesh: Mesh,
+    order: Order,
+}
+
+/// Stages, virtual stages on each, and the order of micro-batches.
+#[derive(Clone, Copy)]
+struct Order {
+    schedule: Schedule,
+    pp: u64,
+    v: u64,
+    m: u64,
+}
+
+impl Order {
+    fn halves(&self) -> bool {
+        matches!(self.schedule, Schedule::ZbH1 | Schedule::ZbV)
+    }
+
+    fn place(&self, c: u64) -> u64 {
+        let round = c % self.pp;
+        if self.schedule == Schedule::ZbV && c >= self.pp { self.pp - 1 - round } else { round }
+    }
+
+    /// (frames, held) of the virtual stages of a stage, counted along the order of its passes.
+    fn kept(&self, stage: u64) -> Vec<(u64, u64)> {
+        // Passes as (F, I or W; virtual stage; micro-batch), in the words of PyTorch's schedules.
+        let Order { schedule, pp, v, m } = *self;
+        let mut passes: Vec<(char, u64, u64)> = Vec::new();
+        if schedule == Schedule::ZbV {
+            let mut count = std::collections::BTreeMap::new();
+            let mut pass = |what: char, nth: u64| {
+                let next = count.entry((what, nth)).or_insert(0);
+                passes.push((what, nth, *next));
+                *next += 1;
+            };
+            (0..2 * (pp - stage) - 1).for_each(|_| pass('F', 0));
+            (0..stage).for_each(|_| ['1', '0'].into_iter().for_each(|n| pass('F', u64::from(n == '1'))));
+            (0..pp - stage).for_each(|_| ['F', 'I', 'W'].into_iter().for_each(|what| pass(what, 1)));
+            let (mut first, mut second) = (2 * pp - 1 - stage, pp);
+            while second < first || first < m {
+                if first < m {
+                    pass('F', 0);
+                    first += 1;
+                }
+                [('I', 0), ('W', 0), ('F', 1), ('I', 1), ('W', 1)].into_iter().for_each(|(what, nth)| pass(what, nth));
+                second += 1;
+            }
+            (0..stage).for_each(|_| [0, 1].into_iter().for_each(|nth| pass('I', nth)));
+            (0..pp - stage).for_each(|_| ['I', 'W'].into_iter().for_each(|what| pass(what, 0)));
+            (0..stage).for_each(|_| pass('W', 1));
+            (0..stage).for_each(|_| pass('W', 0));
+        } else {
+            let all = v * m;
+            let of = |k: u64| if v == 1 { (0, k) } else { (k / pp % v, k / (pp * v) * pp + k % pp) };
+            let ahead = match schedule {
+                Schedule::GPipe => all,
+                _ if v == 1 => all.min(pp - 1 - stage),
+                _ => all.min((v - 1) * pp + 2 * (pp - 1 - stage)),
+            };
+            let late = if self.halves() { stage } else { 0 };
+            let (mut f, mut b, mut w) = (0, 0, 0);
+            while w < all {
+                if b < all {
+                    while f < all && f <= b + ahead {
+                        passes.push(('F', of(f).0, of(f).1));
+                        f += 1;
+                    }
+                    passes.push(('I', v - 1 - of(b).0, of(b).1));
+                    b += 1;
+                }
+                if b == all || b > w + late {
+                    passes.push(('W', v - 1 - of(w).0, of(w).1));
+                    w += 1;
+                }
+            }
+        }
+        let own: Vec<u64> = (0..pp * v).filter(|&c| self.place(c) == stage).collect();
+        let most = |nth: usize, begins: char, neighbour: Option<u64>| {
+            let beside = own.iter().position(|&c| Some(c) == neighbour);
+            let at = |what: char, nth: u64, i: u64| passes.iter().position(|p| *p == (what, nth, i)).unwrap();
+            let spans = (0..m).map(|i| {
+                let begun = [Some(nth), beside].into_iter().flatten().map(|n| at(begins, n as u64, i)).min().unwrap();
+                (begun, at('W', nth as u64, i))
+            });
+            let spans: Vec<(usize, usize)> = spans.collect();
+            (0..passes.len()).map(|t| spans.iter().filter(|s| (s.0..=s.1).contains(&t)).count() as u64).max().unwrap()
+        };
+        let held = |nth: usize| if self.halves() { most(nth, 'I', Some(own[nth] + 1)) } else { 0 };
+        (0..own.len()).map(|nth| (most(nth, 'F', own[nth].checked_sub(1)), held(nth))).collect()
+    }
+}
+
+/// Times of a layer: forward, backward (or its input half), weight half, and the end of the step.
+struct Times {
+    f: u64,
+    b: u64,
+    w: u64,
+    end: u64,
+}
+
+impl Setting<'_> {
+    fn element(&self, role: Role) -> u64 {
+        self.types.dtype(role).size()
+    }
+
+    /// Times of a layer. `shared`: its tied bucket was counted by an earlier layer of the stage; `split`: another stage has it too.
+    fn layer(&self, offer: &Offer, halves: Option<&Halves>, states: States, shared: bool, split: bool) -> Times {
+        let zero = states.zero.0;
+        let (f, b) = (offer.option.forward.0, offer.option.backward.0);
+        let (input, w) = halves.map_or((b, 0), |h| (h.input.0, h.weight.0));
+        // What a reduction at the end of the step hides beside.
+        let beside = if halves.is_some() { w } else { b };
+        let (mut gather, mut scatter, mut add) = (0, 0, 0);
+        let (mut reduce_end, mut rest_end, mut update, mut gather_end, mut late, mut moved) = (0, 0, 0, 0, 0, 0);
+        for bucket in &offer.option.bytes.buckets {
+            // Experts are shared out over some of the ranks that see different data; the others hold copies.
+            let copies: AxisSet = self.mesh.ids().filter(|&a| !self.mesh.axis(a).name.starts_with("tp") && !bucket.spread.contains(a)).collect();
+            let ways = self.mesh.size(copies);
+            let whole = memory::bucket_elems(bucket.elems, ways);
+            let grad = whole * self.element(Role::Grad);
+            let piece = if zero == 0 { whole } else { whole / ways };
+            let collective = |axes, pattern, bytes| self.prices.collective(&self.mesh, axes, pattern, bytes).0;
+            let gathered = collective(copies, Pattern::AllGather, whole * self.element(Role::Param));
+            let scattered = collective(copies, Pattern::ReduceScatter, grad);
+            gather += gathered;
+            scatter += scattered;
+            if zero >= 2 {
+                add += self.prices.sweep(3 * piece * self.element(Role::Grad)).0;
+            }
+            if bucket.tied && shared {
+                continue;
+            }
+            let apart = bucket.tied && split;
+            let across = |axes, bytes| self.prices.across_stages(&self.mesh, axes, 2, bytes).0;
+            if zero == 0 && apart {
+                late += across(copies.union(bucket.partial), grad);
+            } else if zero == 0 {
+                reduce_end += collective(copies.union(bucket.partial), Pattern::AllReduce, grad);
+            } else {
+                reduce_end += scattered;
+                rest_end += collective(bucket.partial, Pattern::AllReduce, piece * self.element(Role::Grad));
+                if apart {
+                    late += across(Default::default(), piece * self.element(Role::Grad));
+                }
+            }
+            gather_end += gathered;
+            if states.offload == Offload::Optimizer {
+                // Every role but parameters and gradients, there and back.
+                let roles = self.types.roles().into_iter().filter(|r| !matches!(r, Role::Param | Role::Grad));
+                moved += roles.map(|role| 2 * self.prices.host_copy(piece * self.element(role)).0).sum::<u64>();
+            }
+            let mut bytes = if zero >= 2 { piece } else { whole } * self.element(Role::Grad);
+            bytes += piece * self.element(Role::Grad) * if self.clip == Clip::GlobalNorm { 2 } else { 1 };
+            bytes += 2 * piece * self.element(self.types.master()) + 2 * piece * self.element(Role::Moment1) * self.types.optimizer.moments() as u64;
+            if self.types.master() != Role::Param {
+                bytes += piece * self.element(Role::Param);
+            }
+            update += self.prices.sweep(bytes).0;
+        }
+        let (f, b, end) = match zero {
+            0 => (f, input, overlapped(beside, reduce_end + rest_end) - beside + overlapped(update, moved)),
+            1 => (f, input, overlapped(beside, reduce_end + rest_end) - beside + overlapped(update, gather_end + moved)),
+            2 => (f, overlapped(b, scatter) + add, rest_end + overlapped(update, gather_end + moved)),
+            _ => (overlapped(f, gather), overlapped(b, gather + scatter) + add, rest_end + overlapped(update, moved)),
+        };
+        Times { f, b, w, end: end + late }
+    }
+}
+
+/// The least objective over the whole space, or nothing if no plan fits.
+pub fn enumerate(problem: &Problem, prices: &mut Drawn) -> Option<u64> {
+    let n = problem.devices;
+    let layers = prices.classes.len();
+    let mut best: Option<u64> = None;
+    for tp in (1..=n).filter(|t| n.is_multiple_of(*t) && problem.pins.tp.allows(t)) {
+        for pp in (1..=n / tp).filter(|p| (n / tp).is_multiple_of(*p) && *p as usize <= layers && problem.pins.pp.allows(p)) {
+            let rest = n / tp / pp;
+            let cps: Vec<u64> = (1..=rest).filter(|cp| rest.is_multiple_of(*cp) && prices.contexts(rest, 1).contains(cp)).collect();
+            let degrees = cps.into_iter().flat_map(|cp| {
+                let dp = rest / cp;
+                (1..=dp)
+                    .filter(|ep| dp.is_multiple_of(*ep) && prices.experts(dp).contains(ep))
+                    .map(|ep| Degrees { dp, ep, cp, tp })
+                    .collect::<Vec<_>>()
+            });
+            let cases = degrees.flat_map(|d| (1..=problem.batch).map(move |micro| (d, micro)));
+            for (degrees, micro) in cases.filter(|(d, micro)| problem.batch.is_multiple_of(d.dp * micro)).collect::<Vec<_>>() {
+                let m = problem.batch / degrees.dp / micro;
+                let mut boundaries = vec![None];
+                boundaries.extend(prices.boundary_dims(tp).into_iter().map(Some));
+                for boundary in boundaries {
+                    for padding in 0..prices.paddings(tp) {
+                        for order in orders(problem, layers as u64, pp, m) {
+                            let shape = Shape { tp, cp: degrees.cp, ep: degrees.ep, micro_batch: micro, boundary, padding };
+                            let value = best_of_tuple(problem, prices, shape, degrees, order);
+                            best = [best, value].into_iter().flatten().min();
+                        }
+                    }
+                }
+            }
+        }
+    }
+    best
+}
+
+fn orders(problem: &Problem, layers: u64, pp: u64, m: u64) -> Vec<Order> {
+    let mut all: Vec<(Schedule, u64)> = vec![(Schedule::GPipe, 1), (Schedule::OneFOneB, 1)];
+    if pp > 1 {
+        if m.is_multiple_of(pp) {
+            all.extend([2, 4, 8, 16].map(|v| (Schedule::Interleaved, v)));
+        }
+        all.extend((m >= pp).then_some((Schedule::ZbH1, 1)));
+        all.extend((m + 1 >= 2 * pp).then_some((Schedule::ZbV, 2)));
+    }
+    // Others than these two are searched where a pin asks for them.
+    if !problem.pins.schedule.is_pinned() && problem.pins.virtual_stages.values().is_none_or(|v| v.iter().all(|&v| v == 1)) {
+        all.truncate(2);
+    }
+    all.retain(|(schedule, v)| problem.pins.schedule.allows(schedule) && problem.pins.virtual_stages.allows(v) && v * pp <= layers);
+    all.into_iter().map(|(schedule, v)| Order { schedule, pp, v, m }).collect()
+}
+
+fn best_of_tuple(problem: &Problem, prices: &mut Drawn, shape: Shape, degrees: Degrees, order: Order) -> Option<u64> {
+    let classes = prices.classes.clone();
+    let count = classes.len();
+    let offers: Vec<Rc<[Offer]>> = classes.iter().map(|&c| prices.offers(c, shape)).collect();
+    let crossing: Vec<u64> = (0..count.saturating_sub(1)).map(|l| prices.boundary_bytes(l as u32, shape)).collect();
+    let boundary = crossing.iter().copied().max().unwrap_or(0);
+    let halves: Vec<Rc<[Halves]>> = classes.iter().map(|&c| if order.halves() { prices.halves(c, shape) } else { Rc::from([]) }).collect();
+    let zeros = match degrees.dp * degrees.cp {
+        1 => 0..=0,
+        _ if order.halves() => 0..=1,
+        _ => 0..=3,
+    };
+    let offloads = if problem.pins.offload.is_pinned() { &Offload::ALL[..] } else { &[Offload::None] };
+    let keeps = problem.types.roles().into_iter().any(|r| !matches!(r, Role::Param | Role::Grad));
+    let offloads = || offloads.iter().copied().filter(|&o| keeps || o == Offload::None);
+    let ways: Vec<Vec<(usize, States)>> = (0..count)
+        .map(|l| {
+            let states = || zeros.clone().flat_map(|z| offloads().map(move |offload| States { zero: Zero(z), offload }));
+            let all = (0..offers[l].len()).flat_map(|o| states().map(move |s| (o, s)).collect::<Vec<_>>());
+            all.filter(|&(o, s)| {
+                let states = problem.pins.zero.allows(l as u32, &s.zero) && problem.pins.offload.allows(l as u32, &s.offload);
+                states && problem.pins.recompute.allows(l as u32, &offers[l][o].option.recompute)
+            })
+            .collect()
+        })
+        .collect();
+    if ways.iter().any(Vec::is_empty) {
+        return None;
+    }
+    let setting = Setting { prices, types: problem.types, clip: problem.clip, mesh: Mesh::of(degrees), order };
+    let tied: Vec<usize> = (0..count).filter(|&l| offers[l].iter().any(|o| o.tie.is_some())).collect();
+    let mut best = None;
+    for cuts in cuttings(count, (order.pp * order.v) as usize).into_iter().filter(|cuts| order.v == 1 || is_even(cuts)) {
+        let mut pick = vec![0; count];
+        loop {
+            let way = |l: usize| {
+                let (offer, states) = ways[l][pick[l]];
+                (&offers[l][offer], halves[l].get(offer), states)
+            };
+            let chosen: Vec<Way> = (0..count).map(way).collect();
+            if tied.iter().all(|&l| chosen[l].0.tie == chosen[tied[0]].0.tie && chosen[l].2.zero == chosen[tied[0]].2.zero)
+                && let Some(value) = value(problem, &setting, &chosen, &cuts, &tied, &crossing, boundary)
+            {
+                best = [best, Some(value)].into_iter().flatten().min();
+            }
+            // Next combination, as an odometer.
+            let Some(at) = (0..count).find(|&l| pick[l] + 1 < ways[l].len()) else { break };
+            pick[at] += 1;
+            pick[..at].fill(0);
+        }
+    }
+    best
+}
+
+/// All ways of cutting `count` layers into `stages`, as first layers and the end.
+fn cuttings(count: usize, stages: usize) -> Vec<Vec<usize>> {
+    if stages == 1 {
+        return vec![vec![0, count]];
+    }
+    let mut all = Vec::new();
+    for last in stages - 1..count {
+        for mut cuts in cuttings(last, stages - 1) {
+            cuts.push(count);
+            all.push(cuts);
+        }
+    }
+    all
+}
+
+/// Whether all parts but the first and the last share their layers evenly, the i-th with ⌊(i + 1) r / n⌋ − ⌊i r / n⌋ of them.
+fn is_even(cuts: &[usize]) -> bool {
+    let parts = cuts.len() - 1;
+    let (n, r) = (parts - 2, cuts[parts - 1] - cuts[1]);
+    (0..n).all(|i| cuts[i + 2] - cuts[i + 1] == (i + 1) * r / n - i * r / n)
+}
+
+/// An offer, what it is in halves, and where states live.
+type Way<'a> = (&'a Offer, Option<&'a Halves>, States);
+
+fn value(problem: &Problem, setting: &Setting, chosen: &[Way], cuts: &[usize], tied: &[usize], crossing: &[u64], boundary: u64) -> Option<u64> {
+    let Order { schedule, pp, v, m } = setting.order;
+    let order = setting.order;
+    let pipeline = Pipeline { schedule, stages: pp, virtual_stages: v, micro_batches: m };
+    let place: Vec<u64> = (0..chosen.len()).map(|l| order.place((0..pp * v).find(|&c| cuts[c as usize + 1] > l).unwrap())).collect();
+    let (mut sum, mut slowest, mut longest, mut latest) = (0, 0, 0, 0);
+    for stage in 0..pp {
+        let kept = order.kept(stage);
+        let (mut layers, mut time, mut ramp, mut ends) = (Vec::new(), 0, 0, 0);
+        for (c, &(frames, held)) in (0..pp * v).filter(|&c| order.place(c) == stage).zip(&kept) {
+            let (start, end) = (cuts[c as usize], cuts[c as usize + 1]);
+            for l in start..end {
+                let (offer, halves, states) = chosen[l];
+                layers.push((halves.map_or(&offer.option.bytes, |h| &h.bytes), states, Slots { frames, held }));
+                let shared = tied.contains(&l) && tied.iter().any(|&t| t < l && place[t] == stage);
+                let split = tied.iter().any(|&t| place[t] != stage);
+                let Times { f, b, w, end } = setting.layer(offer, halves, states, shared, split);
+                (time, ends) = (time + f + b + w, ends + end);
+                ramp += match schedule {
+                    Schedule::GPipe | Schedule::OneFOneB => f + b,
+                    Schedule::Interleaved => (f + b).div_ceil(v),
+                    Schedule::ZbH1 => [f + b - w.min(f + b), f, b].into_iter().max().unwrap(),
+                    Schedule::ZbV => [f.div_ceil(2), b.div_ceil(2), b - w.min(b)].into_iter().max().unwrap(),
+                };
+            }
+            if c + 1 < pp * v && order.place(c + 1) != stage {
+                let messages = 2 * setting.prices.message(&setting.mesh, stage, order.place(c + 1), crossing[end - 1]).0;
+                (time, ramp) = (time + messages, ramp + messages.div_ceil(v));
+            }
+        }
+        if arena(&layers, &setting.mesh, problem.types, StagePosition { pipeline, stage, boundary }).total() > problem.budget {
+            return None;
+        }
+        (sum, slowest, longest) = (sum + ramp, slowest.max(m * time - ramp), longest.max(ends));
+        latest = latest.max(m * time - ramp + ends);
+    }
+    let scalar = setting.prices.across_stages(&setting.mesh, setting.mesh.all(), pp, 8).0;
+    let scalars = if setting.clip == Clip::GlobalNorm { 2 } else { 1 };
+    let rest = match schedule {
+        Schedule::GPipe | Schedule::OneFOneB => slowest + longest,
+        Schedule::Interleaved | Schedule::ZbH1 | Schedule::ZbV => latest,
+    };
+    Some(sum + rest + scalars * scalar)
+}

@@ -42,6 +42,24 @@ pub struct Options<'a> {
     pub deadline: Option<&'a (dyn Fn() -> bool + Sync)>,
 }
 
+impl Options<'_> {
+    /// The question that a plan answered, without its pins and limits, on another machine.
+    pub fn again(file: &PlanFile, cluster: Machine) -> Options<'static> {
+        let Plan { compute, optimizer, clip, .. } = file.plan;
+        Options {
+            cluster,
+            batch: file.plan.batch(),
+            compute,
+            optimizer,
+            clip,
+            pins: Pins::default(),
+            memory_limit: None,
+            solver: Solver::Exact,
+            deadline: None,
+        }
+    }
+}
+
 /// A plan, proved and lowered, and what it costs.
 pub struct Compiled {
     pub file: PlanFile,

@@ -14,10 +14,11 @@ use dplan_ir::dtype::DType;
 use dplan_ir::entity::{ParamId, Table};
 use dplan_ir::grad::differentiate;
 use dplan_ir::graph::Graph;
-use dplan_ir::init::{mix, name_hash};
+use dplan_ir::init::name_hash;
 use dplan_ir::interp::Tensor;
 use dplan_ir::interp::graph::{TrainState, train_step};
 use dplan_ir::optimizer::{Hyper, Optimizer, StepScalars};
+use dplan_ir::splitmix::mix;
 
 /// Rotations are tables of f32 in the reference; with their rounding nothing agrees to more digits.
 const TOLERANCE: f64 = 3e-6;

@@ -25,7 +25,7 @@ fn rust_files(dir: &Path) -> Vec<PathBuf> {
 }
 
 fn sources() -> Vec<PathBuf> {
-    ["ir/src", "planner/src", "kernels/src", "src", "tests"].iter().flat_map(|d| rust_files(&root().join(d))).collect()
+    ["ir", "planner", "kernels", "src", "tests", "benches"].iter().flat_map(|d| rust_files(&root().join(d))).collect()
 }
 
 fn relative(path: &Path) -> String {

@@ -14,6 +14,7 @@ use crate::build::Builder;
 use crate::entity::{NodeId, ParamId, Table, ValueId};
 use crate::graph::{Def, Graph, Layout, Phase, Type};
 use crate::op::Op;
+use crate::splitmix::mix;
 
 /// What a step draws with.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -220,14 +221,6 @@ fn comes_from(graph: &Graph, value: ValueId, from: ValueId) -> bool {
         }
     }
     false
-}
-
-/// SplitMix64's mixer.
-fn mix(z: u64) -> u64 {
-    let z = z.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@
 use crate::entity::{ParamId, Table};
 use crate::graph::{Graph, Init};
 use crate::interp::Tensor;
+use crate::splitmix::mix;
 use std::f64::consts::TAU;
 
 /// The initial value of one element.
@@ -40,14 +41,6 @@ fn normal(key: u64) -> f64 {
     let uniform = |bits: u64| (bits >> 11) as f64 / (1u64 << 53) as f64;
     let (u, v) = (1.0 - uniform(mix(key)), uniform(mix(key ^ 0xd1b5_4a32_d192_ed03)));
     (-2.0 * u.ln()).sqrt() * (TAU * v).cos()
-}
-
-/// The output function of splitmix64 (doi:10.1145/2714064.2660195).
-pub fn mix(x: u64) -> u64 {
-    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
 }
 
 #[cfg(test)]

@@ -32,5 +32,6 @@ pub mod reshard;
 pub mod rule;
 pub mod sharded;
 pub mod sharding;
+pub mod splitmix;
 pub mod text;
 pub mod verify;

@@ -10,9 +10,7 @@ use dplan_ir::layers;
 use dplan_ir::plan::Plan;
 use dplan_planner::lower::LowerError;
 use dplan_planner::machine::Machine;
-use dplan_planner::pins::Pins;
 use dplan_planner::predict::{Prediction, predict};
-use dplan_planner::request::Solver;
 
 #[derive(Debug, thiserror::Error)]
 pub enum AgainError {
@@ -58,16 +56,7 @@ pub fn again(file: &PlanFile, profile: &Profile, analysis: &Analysis) -> Result<
     let step = (on(&file.cluster)?, on(&machine)?);
     let mut forward = file.graph.clone();
     forward.strip_backward();
-    let options = Options {
-        cluster: machine.clone(),
-        batch: file.plan.batch(),
-        compute: file.plan.compute,
-        optimizer: file.plan.optimizer,
-        clip: file.plan.clip,
-        pins: Pins::default(),
-        memory_limit: None,
-        solver: Solver::Exact,
-        deadline: None,
-    };
-    Ok(Again { machine, errors: (before, after), step, measured, best: best(&forward, &options)? })
+    forward.set_batch(1);
+    let best = best(&forward, &Options::again(file, machine.clone()))?;
+    Ok(Again { machine, errors: (before, after), step, measured, best })
 }

@@ -4,7 +4,7 @@
 //! Feistel network over the smallest 2²ᵇ ≥ n, walked until the result is below n: a bijection whose every value costs the same, with nothing stored. So a
 //! position in the data is one number, and to continue from it needs no more.
 
-use dplan_ir::init::mix;
+use dplan_ir::splitmix::mix;
 
 /// How sequences are ordered.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

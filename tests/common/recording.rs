@@ -12,7 +12,7 @@ use dplan::runtime::cuda::driver::{Access, Address, Communicator, Driver, Driver
 use dplan::runtime::cuda::load::{Primitive, Reduction};
 use dplan::safetensors::{decode, encode};
 use dplan_ir::dtype::DType;
-use dplan_ir::init;
+use dplan_ir::splitmix;
 use dplan_kernels::cuda::Launch;
 use dplan_kernels::shim::{Library, Operand};
 
@@ -179,7 +179,7 @@ impl World {
 
     fn below(&mut self, n: usize) -> usize {
         self.random += 1;
-        (init::mix(self.random) % n as u64) as usize
+        (splitmix::mix(self.random) % n as u64) as usize
     }
 
     /// Does everything that is queued anywhere.

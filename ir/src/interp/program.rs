@@ -20,6 +20,7 @@ use crate::mesh::AxisSet;
 use crate::optimizer::{self, DecayGroups, StepScalars, skips};
 use crate::program::{Buffer, Channel, Content, Instr, Pattern, Program, Role, Scalar, StageProgram, Stream, Write};
 use crate::sharding::{LocalType, Sharding, local_type};
+use crate::splitmix;
 
 /// What a step reports.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -382,13 +383,9 @@ impl<'a> ProgramRun<'a> {
         &self.stage(rank).buffers[id]
     }
 
-    /// A number below `n` (splitmix64).
+    /// A number below `n`.
     fn draw(&mut self, n: u64) -> u64 {
-        self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.random;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % n
+        splitmix::next(&mut self.random) % n
     }
 
     /// Ranks that have a home for a role of a parameter.

@@ -4,10 +4,10 @@ use super::*;
 use dplan_ir::entity::NodeId;
 use dplan_ir::extent::Extent;
 use dplan_ir::graph::Layout;
-use dplan_ir::init;
 use dplan_ir::interp::{Tensor, op::eval};
 use dplan_ir::op::{Activation, Attention, Correction, GroupScore, Groups, Mask, Pairs, Renormalize, Rope, Rotation, Router, Score, Spec};
 use dplan_ir::order::Order;
+use dplan_ir::splitmix;
 
 /// An op on one block: `letters` gives (label, start, length, logical size) of each factor.
 struct Case {
@@ -156,9 +156,7 @@ struct Random(u64);
 
 impl Random {
     fn next(&mut self) -> u64 {
-        let number = init::mix(self.0);
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        number
+        splitmix::next(&mut self.0)
     }
     fn uniform(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1u64 << 53) as f64

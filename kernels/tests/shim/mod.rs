@@ -6,13 +6,13 @@ use dplan_ir::dtype::DType;
 use dplan_ir::entity::NodeId;
 use dplan_ir::extent::{Extent, OpContext};
 use dplan_ir::graph::Layout;
-use dplan_ir::init;
 use dplan_ir::interp::{Tensor, op::eval};
 use dplan_ir::op::{Op, Spec};
 use dplan_ir::order::Order;
 use dplan_ir::program::Write;
 use dplan_ir::rule::rule;
 use dplan_ir::sharding::LocalType;
+use dplan_ir::splitmix;
 use dplan_kernels::cpu::block::{Block, BlockMut};
 use dplan_kernels::cpu::{Kernel, Run, Threads};
 use dplan_kernels::cuda::{Alignment, Descriptor, Launch, Routine, prepare};
@@ -24,9 +24,7 @@ pub struct Random(pub u64);
 
 impl Random {
     pub fn next(&mut self) -> u64 {
-        let number = init::mix(self.0);
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        number
+        splitmix::next(&mut self.0)
     }
     pub fn below(&mut self, n: u64) -> u64 {
         self.next() % n

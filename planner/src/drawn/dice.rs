@@ -1,4 +1,6 @@
-//! Seeded randomness: splitmix64 (doi:10.1145/2714064.2660195).
+//! Seeded randomness.
+
+use dplan_ir::splitmix;
 
 /// A source of numbers; the seed is all its state.
 #[derive(Clone, Debug)]
@@ -11,10 +13,7 @@ impl Dice {
         Dice(dice.bits() ^ number.wrapping_mul(0xd1b5_4a32_d192_ed03))
     }
     pub fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let x = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        x ^ (x >> 31)
+        splitmix::next(&mut self.0)
     }
     /// A number below `sides`.
     pub fn roll(&mut self, sides: u64) -> u64 {

@@ -4,8 +4,6 @@ use std::str::FromStr;
 
 use anyhow::{Context, bail, ensure};
 use dplan_planner::machine::Machine;
-use dplan_planner::pins::Pins;
-use dplan_planner::request::Solver;
 
 use crate::compile::{self, CompileError, Compiled};
 use crate::planfile::PlanFile;
@@ -79,18 +77,7 @@ pub fn replan(file: &PlanFile, devices: u64) -> anyhow::Result<PlanFile> {
             continue;
         }
         let Some(cluster) = shrunk(&file.cluster, n) else { continue };
-        let options = compile::Options {
-            cluster,
-            batch,
-            compute: file.plan.compute,
-            optimizer: file.plan.optimizer,
-            clip: file.plan.clip,
-            pins: Pins::default(),
-            memory_limit: None,
-            solver: Solver::Exact,
-            deadline: None,
-        };
-        match compile::compile(&forward, &options) {
+        match compile::compile(&forward, &compile::Options::again(file, cluster)) {
             Ok(compiled) => {
                 if best.as_ref().is_none_or(|b| compiled.prediction.step < b.prediction.step) {
                     best = Some(compiled);

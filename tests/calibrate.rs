@@ -52,7 +52,7 @@ fn collectives_never_take_less_with_more_bytes_or_ranks() {
     }
 }
 
-/// A recorded run whose spans all take four times as long is of a machine a quarter as fast; and a plan that waits for nothing there is found.
+/// A recorded run whose spans all take four times as long is of a machine a quarter as fast; and it is said that another plan is quicker there.
 #[test]
 fn a_slower_run_is_of_a_slower_machine_and_another_plan_is_found_for_it() {
     let dir = common::scratch("calibrate_run");

@@ -84,6 +84,7 @@ fn gpus_drop_what_cpu_ranks_drop() {
             assert!(x.iter().zip(&right[p]).all(|(a, b)| (a - b).abs() < 1e-4), "{pins}: `{}`", graph.values[graph.params[p].value].name);
         }
         drop(devices);
+        assert!(world.borrow().leaks().is_empty() && world.borrow().after_failure.is_empty());
         library = std::rc::Rc::into_inner(world).expect("nobody else has it").into_inner().into_library();
     }
 }

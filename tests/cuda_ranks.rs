@@ -17,6 +17,7 @@ mod recording;
 use std::cell::RefCell;
 use std::rc::Rc;
 
+use common::{Tensors, distance};
 use dplan::runtime::cuda::load::{Code, load};
 use dplan::runtime::cuda::session::Session as Devices;
 use dplan::runtime::{Batch, Options, RuntimeError, Session};
@@ -28,7 +29,7 @@ use dplan_kernels::shim::{self, Library};
 use dplan_planner::lower;
 use explain::explain;
 use megatron::Shape;
-use oracle::{Oracle, Tensors, distance};
+use oracle::Oracle;
 use recording::{Recorder, World};
 
 const SHAPE: Shape = Shape { dp: 2, tp: 2, pp: 2, zero: 1, micro: 2, sequence: true, ..Shape::ONE };

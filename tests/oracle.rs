@@ -4,13 +4,14 @@ mod common;
 #[path = "common/oracle.rs"]
 mod oracle;
 
+use common::distance;
 use dplan_ir::dtype::DType;
 use dplan_ir::entity::{ParamId, Table};
 use dplan_ir::graph::Graph;
 use dplan_ir::interp::Tensor;
 use dplan_ir::interp::graph::{TrainState, train_step};
 use dplan_ir::optimizer::Optimizer;
-use oracle::{Oracle, distance};
+use oracle::Oracle;
 
 #[test]
 fn gpt2_agrees_with_pytorch() {

@@ -6,6 +6,7 @@ mod megatron;
 #[path = "common/oracle.rs"]
 mod oracle;
 
+use common::{Tensors, distance};
 use dplan::runtime::{Options, Session};
 use dplan_ir::dtype::DType;
 use dplan_ir::entity::Table;
@@ -14,7 +15,7 @@ use dplan_ir::plan::Recompute;
 use dplan_ir::program::Role;
 use dplan_planner::lower;
 use megatron::Shape;
-use oracle::{Oracle, Tensors, distance};
+use oracle::Oracle;
 
 /// The layouts every oracle model must agree under.
 const SHAPES: [Shape; 12] = [

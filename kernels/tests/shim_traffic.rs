@@ -10,7 +10,7 @@ use dplan_ir::order::Order;
 use dplan_ir::program::Write;
 use dplan_kernels::cuda::{Alignment, flat};
 use dplan_kernels::shim::{Library, Options};
-use shim::{Buffer, Case, Random, SCALARS, folder, letter, make};
+use shim::{Buffer, Case, Random, folder, letter, make, step_scalars};
 
 #[test]
 fn kernels_move_little_more_than_they_must() {
@@ -71,7 +71,7 @@ fn kernels_move_little_more_than_they_must() {
     let (grad, scale) = (buffer(n as usize, DType::F32), buffer(1, DType::F32));
     let mut outs: Vec<Buffer> = [DType::F32, DType::F32, DType::F32, DType::Bf16].map(|t| buffer(n as usize, t)).into();
     let mut results: Vec<&mut [u8]> = outs.iter_mut().map(Buffer::bytes_mut).collect();
-    let ran = library.run(&adamw, &[grad.bytes(), scale.bytes()], &mut results, &SCALARS, Options::seeded(1)).unwrap();
+    let ran = library.run(&adamw, &[grad.bytes(), scale.bytes()], &mut results, &step_scalars(), Options::seeded(1)).unwrap();
     // 30 bytes a parameter: gradient, state and two moments read, the latter three and the parameter written.
     line("AdamW, f32 master weights of bf16 parameters", 1.1, ran.moved.read + ran.moved.written, n * 30);
     assert!(wrong.is_empty(), "more traffic than allowed: {wrong:?}");

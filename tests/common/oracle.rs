@@ -9,15 +9,11 @@ use dplan::import::weights::Weights;
 use dplan::import::{self, ImportOptions};
 use dplan::runtime::{Batch, Rows};
 use dplan_ir::dtype::DType;
-use dplan_ir::entity::{ParamId, Table};
 use dplan_ir::grad::differentiate;
 use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::{Hyper, StepScalars};
 
-use super::common;
-
-/// Parameters, or their gradients, whole.
-pub type Tensors = Table<ParamId, Vec<f64>>;
+use super::common::{self, Tensors};
 
 pub struct Oracle {
     dir: PathBuf,
@@ -81,16 +77,4 @@ impl Oracle {
         };
         StepScalars::new(hyper, step + 1, 1.0 / (self.batch * self.seq) as f64)
     }
-}
-
-/// Largest ‖x − y‖ / max(‖y‖, 1e-6·‖all y‖) of all tensors, and whose it is: some gradients are zero by mathematics, hence the floor.
-pub fn distance(graph: &Graph, found: &Tensors, expected: &Tensors) -> (f64, String) {
-    let norm = |data: &mut dyn Iterator<Item = f64>| data.map(|x| x * x).sum::<f64>().sqrt();
-    let all = norm(&mut expected.values().flatten().copied());
-    let one = |(p, y): (ParamId, &Vec<f64>)| {
-        assert_eq!(found[p].len(), y.len());
-        let error = norm(&mut found[p].iter().zip(y).map(|(a, b)| a - b)) / norm(&mut y.iter().copied()).max(1e-6 * all);
-        (error, graph.values[graph.params[p].value].name.clone())
-    };
-    expected.iter().map(one).fold((0.0, String::new()), |worst, at| if at.0 > worst.0 || at.0.is_nan() { at } else { worst })
 }

@@ -178,8 +178,7 @@ impl World {
     }
 
     fn below(&mut self, n: usize) -> usize {
-        self.random += 1;
-        (splitmix::mix(self.random) % n as u64) as usize
+        (splitmix::next(&mut self.random) % n as u64) as usize
     }
 
     /// Does everything that is queued anywhere.

@@ -18,7 +18,7 @@ use dplan_ir::program::{Program, Role};
 use dplan_ir::verify::verify_program;
 use dplan_planner::lower;
 
-use crate::common;
+use crate::common::{self, Tensors, distance};
 
 pub const BATCH: u64 = 8;
 pub const SEQ: u64 = 8;
@@ -87,8 +87,6 @@ pub fn divisor(graph: &Graph, batch: &Batch) -> f64 {
     });
     weights.unwrap_or_else(|| Feed::new(graph, None, BATCH, SEED).unwrap().targets() as f64)
 }
-
-pub type Tensors = Table<ParamId, Vec<f64>>;
 
 /// What a run leaves.
 #[derive(PartialEq)]
@@ -166,23 +164,15 @@ pub fn alike(what: &str, file: PlanFile, one: &Trained) -> (PlanFile, Trained) {
     // The norm is that of the gradients, each logical element once.
     let counted = norm_of(found.grads.values().flatten());
     assert!(near(found.norms[0], counted, 1e-12), "{what}: the norm is {}, the gradients have {counted}", found.norms[0]);
-    compare(what, "gradient", &file.graph, &found.grads, &one.grads, 1e-11);
-    compare(what, "weight", &file.graph, &found.params, &one.params, 1e-9);
+    for (kind, found, one, tolerance) in [("gradient", &found.grads, &one.grads, 1e-11), ("weight", &found.params, &one.params, 1e-9)] {
+        let (error, tensor) = distance(&file.graph, found, one);
+        assert!(error < tolerance, "{what}: the {kind} of {tensor} is {error:e} from that of one rank");
+    }
     (file, found)
 }
 
 fn norm_of<'a>(elements: impl Iterator<Item = &'a f64>) -> f64 {
     elements.map(|x| x * x).sum::<f64>().sqrt()
-}
-
-/// ‖x − y‖ ≤ tolerance · max(‖y‖, 1e-6·‖all y‖), for each tensor: some gradients are zero by mathematics.
-fn compare(what: &str, kind: &str, graph: &Graph, found: &Tensors, expected: &Tensors, tolerance: f64) {
-    let all = norm_of(expected.values().flatten());
-    for (p, y) in expected.iter() {
-        let differences: Vec<f64> = found[p].iter().zip(y).map(|(a, b)| a - b).collect();
-        let error = norm_of(differences.iter()) / norm_of(y.iter()).max(1e-6 * all);
-        assert!(error < tolerance, "{what}: the {kind} of {} is {error:e} from that of one rank", name(graph, p));
-    }
 }
 
 pub fn name(graph: &Graph, param: ParamId) -> &str {

@@ -8,6 +8,7 @@ use dplan_ir::extent::{Extent, OpContext};
 use dplan_ir::graph::Layout;
 use dplan_ir::interp::{Tensor, op::eval};
 use dplan_ir::op::{Op, Spec};
+use dplan_ir::optimizer::{Hyper, StepScalars};
 use dplan_ir::order::Order;
 use dplan_ir::program::Write;
 use dplan_ir::rule::rule;
@@ -15,7 +16,7 @@ use dplan_ir::sharding::LocalType;
 use dplan_ir::splitmix;
 use dplan_kernels::cpu::block::{Block, BlockMut};
 use dplan_kernels::cpu::{Kernel, Run, Threads};
-use dplan_kernels::cuda::{Alignment, Descriptor, Launch, Routine, prepare};
+use dplan_kernels::cuda::{self, Alignment, Descriptor, Launch, Routine, prepare};
 use dplan_kernels::shim::{self, Library, Options, Ran};
 use std::path::{Path, PathBuf};
 
@@ -155,16 +156,15 @@ pub fn ulp(v: f64, dtype: DType) -> f64 {
 
 pub const INV_TOKENS: f64 = 0.125;
 pub const LOSS_SCALE: f64 = 4.0;
-pub const SCALARS: [f64; 11] = [INV_TOKENS, 0.01, 0.9, 0.999, 1e-8, 0.1, 0.9, 1.0, 0.1, 0.0316, LOSS_SCALE];
+const HYPER: Hyper = Hyper { lr: 0.01, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, momentum: 0.9, clip: 1.0 };
 /// Of dropout; sequences beyond 32 bits.
 pub const DRAWS: Draws = Draws { seed: 11, sequence: (3 << 32) - 2 };
 /// The micro-batch that shims run.
 pub const MICRO_BATCH: u64 = 3;
 
-/// The scalars of a step, those of dropout behind the others.
-pub fn step_scalars() -> Vec<f64> {
-    let [key, sequence] = [DRAWS.key(), [DRAWS.sequence as u32, (DRAWS.sequence >> 32) as u32]];
-    SCALARS.into_iter().chain(key.into_iter().chain(sequence).map(f64::from)).collect()
+/// The scalars of a first step.
+pub fn step_scalars() -> cuda::Scalars {
+    cuda::scalars(&StepScalars { loss_scale: LOSS_SCALE, draws: DRAWS, ..StepScalars::new(HYPER, 1, INV_TOKENS) })
 }
 
 /// Types of the operands that are not the compute type.

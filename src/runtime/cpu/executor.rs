@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use dplan_ir::dtype::DType;
 use dplan_ir::optimizer::StepScalars;
 use dplan_ir::program::Stream;
+use dplan_ir::splitmix;
 use dplan_kernels::cpu::block::{Block, BlockMut};
 use dplan_kernels::cpu::{Run, Threads, flat};
 use half::slice::HalfFloatSliceExt;
@@ -231,11 +232,7 @@ impl<'w> Executor<'w> {
         let mut turns = EAGER;
         if self.world.order != Order::Eager {
             for i in (1..STREAMS).rev() {
-                // splitmix64.
-                self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
-                let z = (self.random ^ (self.random >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-                let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-                turns.swap(i, (z >> 32) as usize % (i + 1));
+                turns.swap(i, (splitmix::next(&mut self.random) >> 32) as usize % (i + 1));
             }
         }
         turns

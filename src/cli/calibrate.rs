@@ -1,12 +1,12 @@
 //! `dplan calibrate`: measured tables into the machine description; or a recorded run into that of the machine it ran on.
 
-use super::report::degrees;
-use super::{Outcome, Result, output, progress};
+use super::{Outcome, Result, output, progress, report};
 use crate::calibrate::again::{Again, again};
 use crate::calibrate::{self, Fitted};
 use crate::cluster;
 use crate::planfile::PlanFile;
 use crate::profile::{self, CommKernels, analyse};
+use dplan_planner::predict::Prediction;
 use std::path::{Path, PathBuf};
 
 /// Fit the machine description to what was measured, and say how far it is from that: tables, or with `--plan` a recorded run.
@@ -51,19 +51,15 @@ fn from_run(args: &Args, plan: &Path) -> Result<Outcome> {
 
 fn report_run(file: &PlanFile, found: &Again) {
     let Again { machine, errors, step, measured, best } = found;
-    let (device, seconds) = (&machine.device, |p: &dplan_planner::predict::Prediction| output::seconds(p.step.seconds()));
-    let product = device.matrix_efficiency.of(device.peak.of(file.plan.compute)).0 as f64 * 1e-9;
-    output::say!("products    {product:.1} GFLOP/s a rank, grains {} and {}", device.matrix_grain, device.matrix_depth_grain);
-    output::say!("memory      {:.1} GB/s a rank, {} ns a kernel", device.bandwidth.0 as f64 * 1e-9, device.launch.0);
-    output::say!("collectives α {:.1} µs, β {:.2} GB/s", machine.intra.latency.0 as f64 * 1e-3, machine.intra.bandwidth.0 as f64 * 1e-9);
-    output::say!("errors      of single instructions, weighted by time: {:.0} % before, {:.0} % after", errors.0 * 100.0, errors.1 * 100.0);
+    let seconds = |p: &Prediction| output::seconds(p.step.seconds());
+    output::put!("{}", report::fitted(machine, file.plan.compute, *errors));
     let measured = measured.map_or_else(|| "not marked in the profile".into(), output::seconds);
     output::say!("step        {} predicted before, {} after, measured {measured}", seconds(&step.0), seconds(&step.1));
     if best.0 == file.plan || best.1.step >= step.1.step {
         output::say!("plan        still the best without pins");
     } else {
         let times = step.1.step.seconds() / best.1.step.seconds();
-        output::say!("plan        another is {times:.2} times as fast here: {}, {} a step", degrees(&best.0), seconds(&best.1));
+        output::say!("plan        another is {times:.2} times as fast here: {}, {} a step", report::degrees(&best.0), seconds(&best.1));
     }
 }
 

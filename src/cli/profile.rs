@@ -1,8 +1,9 @@
 //! `dplan profile`: measure this machine.
 
-use super::{Failure, Outcome, Result, output, progress};
+use super::{Failure, Outcome, Result, output, progress, report};
 use crate::{cluster, export, measure};
 use anyhow::{Context, ensure};
+use dplan_ir::dtype::DType;
 use std::path::PathBuf;
 
 /// Measure this machine as its ranks will use it, for `compile --cluster machine.json`.
@@ -32,17 +33,8 @@ pub fn run(args: Args) -> Result<Outcome> {
     for (layout, seconds) in &measured.runs {
         output::say!("{layout:48} {:>10} a step", output::seconds(*seconds));
     }
-    let m = &measured.machine;
-    let product = m.device.matrix_efficiency.of(m.device.peak.f32).0 as f64 * 1e-9;
-    output::say!("products    {product:.1} GFLOP/s a rank, grains {} and {}", m.device.matrix_grain, m.device.matrix_depth_grain);
-    output::say!("memory      {:.1} GB/s a rank, {} ns a kernel", m.device.bandwidth.0 as f64 * 1e-9, m.device.launch.0);
-    output::say!("collectives α {:.1} µs, β {:.2} GB/s", m.intra.latency.0 as f64 * 1e-3, m.intra.bandwidth.0 as f64 * 1e-9);
-    output::say!(
-        "errors      of single instructions, weighted by time: {:.0} % before, {:.0} % after",
-        measured.before * 100.0,
-        measured.after * 100.0
-    );
-    let json = serde_json::to_string_pretty(&cluster::to_json(m))? + "\n";
+    output::put!("{}", report::fitted(&measured.machine, DType::F32, (measured.before, measured.after)));
+    let json = serde_json::to_string_pretty(&cluster::to_json(&measured.machine))? + "\n";
     output::write(&args.output, json.as_bytes())?;
     output::say!("written     {}", args.output.display());
     Ok(Outcome::Done)

@@ -5,9 +5,12 @@ use crate::cluster;
 use crate::compile::Compiled;
 use crate::import::Model;
 use crate::planfile::PlanFile;
+use dplan_ir::dtype::DType;
 use dplan_ir::plan::{Offload, Plan};
 use dplan_planner::baselines::Baseline;
+use dplan_planner::machine::Machine;
 use dplan_planner::predict::Prediction;
+use dplan_planner::units::PerSecond;
 use serde_json::{Value, json};
 use std::fmt::Write;
 
@@ -54,6 +57,27 @@ pub fn json(model: &Model, compiled: &Compiled, run: TrainingRun, took: f64) -> 
             })
         }).collect::<Vec<_>>(),
     })
+}
+
+/// The numbers of a fitted machine, and the mean errors of single instructions before and after the fit.
+pub fn fitted(machine: &Machine, dtype: DType, (before, after): (f64, f64)) -> String {
+    let Machine { device, intra, .. } = machine;
+    let giga = |rate: PerSecond| rate.0 as f64 * 1e-9;
+    let (product, grains) = (giga(device.matrix_efficiency.of(device.peak.of(dtype))), (device.matrix_grain, device.matrix_depth_grain));
+    format!(
+        "products    {product:.1} GFLOP/s a rank, grains {} and {}\n\
+         memory      {:.1} GB/s a rank, {} ns a kernel\n\
+         collectives α {:.1} µs, β {:.2} GB/s\n\
+         errors      of single instructions, weighted by time: {:.0} % before, {:.0} % after\n",
+        grains.0,
+        grains.1,
+        giga(device.bandwidth),
+        device.launch.0,
+        intra.latency.0 as f64 * 1e-3,
+        giga(intra.bandwidth),
+        before * 100.0,
+        after * 100.0
+    )
 }
 
 /// Degrees, schedule, stages and the ways layers run, as JSON.

@@ -26,7 +26,9 @@ use crate::space::tuples;
 use crate::stages::Solution;
 use crate::virtual_stages::even_cuts;
 use dplan_ir::pipeline::Slots;
-use good_lp::{Expression, ProblemVariables, ResolutionError, Solution as _, SolverModel, Variable, constraint, default_solver, variable};
+use good_lp::{
+    Expression, ProblemVariables, ResolutionError, Solution as _, SolutionStatus, SolverModel, Variable, WithTimeLimit, constraint, default_solver, variable,
+};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A tuple was not solved.
@@ -396,7 +398,7 @@ impl Tableau<'_> {
                     continue;
                 }
                 let Some(free) = room.checked_sub(ring + workspace) else { break };
-                let program = Program { members, columns: &allowed, repeats: self.repeats, free, limit, joint };
+                let program = Program { members, columns: &allowed, repeats: self.repeats, free, limit, joint, late: self.late };
                 if let Some(run) = program.solve(best.as_ref().map_or(u64::MAX, |b| b.time))? {
                     best = Some(run);
                 }
@@ -440,6 +442,7 @@ struct Program<'a> {
     limit: u64,
     /// `repeats · time + end` must be below.
     joint: u64,
+    late: &'a dyn Fn() -> bool,
 }
 
 impl Program<'_> {
@@ -455,8 +458,8 @@ impl Program<'_> {
         if sum(&|c| c.bytes, u64::min) > self.free || sum(&joint, u64::min) >= self.joint || sum(&|c| c.time, u64::min) >= below {
             return Ok(None);
         }
-        let mut free = self.free;
-        for _ in 0..MOST_REPAIRS {
+        let (mut free, mut repairs, mut turn) = (self.free, 0, FIRST_TURN);
+        while repairs < MOST_REPAIRS {
             let mut variables = ProblemVariables::new();
             let counts: Vec<Vec<Variable>> = self
                 .members
@@ -468,7 +471,7 @@ impl Program<'_> {
             // Solvers work best with numbers near one.
             let total = |of: &dyn Fn(&Column) -> u64, most: u64| -> Expression { all().map(|(n, c)| of(c) as f64 / most.max(1) as f64 * n).sum() };
             let slowest = sum(&|c| c.time, u64::max);
-            let mut model = variables.minimise(total(&|c| c.time, slowest)).using(default_solver);
+            let mut model = variables.minimise(total(&|c| c.time, slowest)).using(default_solver).with_time_limit(turn);
             for (member, counts) in self.members.iter().zip(&counts) {
                 let chosen: Expression = counts.iter().sum();
                 model = model.with(constraint!(chosen == member.3 as f64));
@@ -486,7 +489,15 @@ impl Program<'_> {
                 }
             }
             let solution = match model.solve() {
-                Ok(solution) => solution,
+                Ok(solution) if !matches!(solution.status(), SolutionStatus::TimeLimit) => solution,
+                // The turn was over: with more time, if there is some, the same again.
+                Ok(_) | Err(ResolutionError::Other(_)) => {
+                    if (self.late)() {
+                        return Err(SolverFault::Late);
+                    }
+                    turn *= 2.0;
+                    continue;
+                }
                 Err(ResolutionError::Infeasible) => return Ok(None),
                 Err(why) => return Err(SolverFault::GaveUp(why.to_string())),
             };
@@ -505,6 +516,7 @@ impl Program<'_> {
                 return Ok(kept.then_some(run));
             }
             free = free.saturating_sub(bytes - self.free);
+            repairs += 1;
         }
         Err(SolverFault::GaveUp("sizes too near the room".into()))
     }
@@ -518,6 +530,9 @@ fn answer(known: &[(u64, Option<Run>)], limit: u64) -> Option<&Option<Run>> {
 
 /// Times a program is solved again because its rounded answer missed the room by a few bytes.
 const MOST_REPAIRS: usize = 4;
+
+/// Seconds for which a program is first left to the solver, which asks nobody whether time is up.
+const FIRST_TURN: f64 = 1.0;
 
 /// Distinct sizes, rising.
 fn sizes(columns: &[Vec<Column>], of: fn(&Column) -> u64) -> Vec<u64> {

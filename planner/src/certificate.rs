@@ -111,7 +111,7 @@ pub fn check(problem: &Problem, prices: &mut dyn Prices, objective: u64, lower_b
             }
             How::Trend(claimed) => {
                 let sequences = trend_batches[&tuple.tp];
-                let references = [Reference::Whole { sequences }, Reference::Same { sequences }];
+                let references = [Reference::Whole { sequences }, Reference::Same { sequences }, Reference::own(&tuple)];
                 let found = references.into_iter().map(|from| reached(problem, prices, &tuple, from, objective)).find(|&found| found >= objective);
                 record(&mut checked, &mut faults, tuple, claimed, found.unwrap_or(0), objective);
             }

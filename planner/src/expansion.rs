@@ -18,12 +18,24 @@ pub(crate) struct Expansion<'a> {
     /// Of each group and item, the least and most of it and those after.
     least: Vec<Vec<Load>>,
     most: Vec<Vec<Load>>,
-    /// The least priced cost of them.
-    cheapest: Vec<Vec<u128>>,
+    /// The least priced cost of a layer of each group.
+    cheapest: Vec<u128>,
+    /// The same of all layers of the groups behind each.
+    behind: Vec<Rest>,
     free: u64,
     price: (u64, u64),
     repeats: u64,
     outlook: &'a Outlook,
+    /// The priced cost from which no plan is wanted.
+    lost: u128,
+}
+
+/// The least and most of some layers that have yet to choose, and their least priced cost.
+#[derive(Clone, Copy, Default)]
+struct Rest {
+    least: Load,
+    most: Load,
+    cost: u128,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -44,6 +56,14 @@ struct Decision {
 
 const ROOT: u32 = u32::MAX;
 
+impl Rest {
+    /// With so many layers more that take so much each.
+    fn with(&self, n: u64, least: &Load, most: &Load, cost: u128) -> Rest {
+        let sum = |a: &Load, b: &Load| Load { time: a.time + n * b.time, end: a.end + n * b.end, bytes: a.bytes + n * b.bytes, ..*a };
+        Rest { least: sum(&self.least, least), most: sum(&self.most, most), cost: self.cost + u128::from(n) * cost }
+    }
+}
+
 impl<'a> Expansion<'a> {
     pub fn new(bag: &'a [Group], shelves: &[Rc<Shelf>], free: u64, price: (u64, u64), repeats: u64, outlook: &'a Outlook) -> Expansion<'a> {
         let priced = |l: &Load| u128::from(repeats * l.time + l.end) * u128::from(price.1) + u128::from(l.bytes) * u128::from(price.0);
@@ -62,11 +82,19 @@ impl<'a> Expansion<'a> {
             }
             folded
         };
-        let least = items.iter().map(|i| from_behind(i, u64::min)).collect();
-        let most = items.iter().map(|i| from_behind(i, u64::max)).collect();
-        // The last item is the cheapest, so it is the cheapest of all that follow any.
-        let cheapest = items.iter().map(|items| items.iter().map(|_| items.last().map_or(0, |i| priced(&i.0))).collect()).collect();
-        Expansion { bag, items, least, most, cheapest, free, price, repeats, outlook }
+        let least: Vec<Vec<Load>> = items.iter().map(|i| from_behind(i, u64::min)).collect();
+        let most: Vec<Vec<Load>> = items.iter().map(|i| from_behind(i, u64::max)).collect();
+        // The last item is the cheapest.
+        let cheapest: Vec<u128> = items.iter().map(|items| items.last().map_or(0, |i| priced(&i.0))).collect();
+        let mut behind = vec![Rest::default(); bag.len()];
+        for at in (1..bag.len()).rev() {
+            behind[at - 1] = behind[at].with(bag[at].count as u64, &least[at][0], &most[at][0], cheapest[at]);
+        }
+        // A priced cost of `joint · price + worth` is a joint time of `joint`, rounded up.
+        let wanted = outlook.cut.saturating_sub(outlook.others + outlook.constant);
+        let worth = u128::from(free) * u128::from(price.0);
+        let lost = wanted.checked_sub(1).map_or(0, |last| worth + u128::from(last) * u128::from(price.1) + 1);
+        Expansion { bag, items, least, most, cheapest, behind, free, price, repeats, outlook, lost }
     }
 
     /// Adds all points; whether none that is wanted was left out.
@@ -126,34 +154,28 @@ impl<'a> Expansion<'a> {
     /// What may become of a label with `left` layers of group `at` still to choose from items `from` on, and all later groups. Where everything fits, bytes are
     /// forgotten.
     fn verdict(&self, label: &mut Label, at: usize, from: usize, left: u64) -> Verdict {
-        let (mut time, mut end, mut bytes, mut most) = (label.time, label.end, label.bytes, label.bytes);
-        let mut cost =
-            u128::from(self.repeats * label.time + label.end) * u128::from(self.price.1) + u128::from(label.bytes) * u128::from(self.price.0);
-        let mut add = |group: usize, item: usize, n: u64| {
-            let (least, largest) = (&self.least[group][item], &self.most[group][item]);
-            (time, end, bytes, most) = (time + n * least.time, end + n * least.end, bytes + n * least.bytes, most + n * largest.bytes);
-            cost += u128::from(n) * self.cheapest[group][item];
-        };
+        let mut rest = self.behind[at];
         if left > 0 {
-            add(at, from, left);
+            rest = rest.with(left, &self.least[at][from], &self.most[at][from], self.cheapest[at]);
         }
-        (at + 1..self.bag.len()).for_each(|group| add(group, 0, self.bag[group].count as u64));
-        if bytes > self.free {
+        if label.bytes + rest.least.bytes > self.free {
             return Verdict::Unwanted;
         }
-        let worth = u128::from(self.free) * u128::from(self.price.0);
-        let joint = u64::try_from(cost.saturating_sub(worth).div_ceil(u128::from(self.price.1))).unwrap_or(u64::MAX);
-        let joint = joint.min(u64::MAX / 4);
-        if !self.outlook.hopeful(0, 0, joint) {
+        if self.cost(label) + rest.cost >= self.lost {
             return Verdict::Lost;
         }
-        if !self.outlook.hopeful(time, end, joint) {
+        if !self.outlook.hopeful(label.time + rest.least.time, label.end + rest.least.end, 0) {
             return Verdict::Unwanted;
         }
-        if most <= self.free {
+        if label.bytes + rest.most.bytes <= self.free {
             label.bytes = 0;
         }
         Verdict::Wanted
+    }
+
+    /// Of the layers decided so far, at the price.
+    fn cost(&self, label: &Label) -> u128 {
+        u128::from(self.repeats * label.time + label.end) * u128::from(self.price.1) + u128::from(label.bytes) * u128::from(self.price.0)
     }
 
     /// Keeps the most promising labels if there are too many; whether all were kept.
@@ -163,9 +185,8 @@ impl<'a> Expansion<'a> {
             return true;
         }
         let share = MOST_LABELS / by_count.len() / 2;
-        let cost = |l: &Label| u128::from(self.repeats * l.time + l.end) * u128::from(self.price.1) + u128::from(l.bytes) * u128::from(self.price.0);
         for labels in by_count.iter_mut().filter(|l| l.len() > share) {
-            labels.sort_by_key(|l| (cost(l), *l));
+            labels.sort_by_key(|l| (self.cost(l), *l));
             labels.truncate(share.max(1));
         }
         false
@@ -199,9 +220,14 @@ impl Staircase {
         if place > 0 && stairs[place - 1].1 <= bytes {
             return false;
         }
-        let covered = stairs[place..].iter().take_while(|s| s.1 >= bytes).count();
+        let to = place + stairs[place..].iter().take_while(|s| s.1 >= bytes).count();
         let from = if place > 0 && stairs[place - 1].0 == end { place - 1 } else { place };
-        stairs.splice(from..place + covered, [(end, bytes)]);
+        if from == to {
+            stairs.insert(from, (end, bytes));
+        } else {
+            stairs[from] = (end, bytes);
+            stairs.drain(from + 1..to);
+        }
         true
     }
 }

@@ -5,7 +5,8 @@
 //!   when blocks get smaller ([`crate::cost::compute`]): an option takes at least what one on a single rank does, over `n`.
 //!   The same holds for `cp` alone;
 //! - the *trend*: a sequence takes least in the largest micro-batch, since launches, latencies and weights are shared by more of them, and blocks are rounded up
-//!   to whole lines of memory: one pricing for each degree bounds all micro-batches that divide the one priced.
+//!   to whole lines of memory: one pricing for each degree bounds all micro-batches that divide the one priced;
+//! - a shape's own sketch, which leaves out what parameters add.
 
 use crate::capacity::Trade;
 use crate::lower::{BackwardPass, LowerError};
@@ -45,6 +46,7 @@ pub struct Model<'a> {
     priced: BTreeMap<(u32, Key), Rc<[Offer]>>,
     halves: BTreeMap<(u32, Key), Rc<[Halves]>>,
     sketches: BTreeMap<(u32, Shape, Vec<Recompute>), Sketch>,
+    sketched: BTreeMap<(u32, Key, Vec<Recompute>), Sketch>,
     /// Bytes of each boundary.
     handed_on: BTreeMap<Shape, Vec<u64>>,
 }
@@ -71,6 +73,7 @@ impl<'a> Model<'a> {
             priced: BTreeMap::new(),
             halves: BTreeMap::new(),
             sketches: BTreeMap::new(),
+            sketched: BTreeMap::new(),
             handed_on: BTreeMap::new(),
         })
     }
@@ -86,10 +89,17 @@ impl<'a> Model<'a> {
             return known.clone();
         }
         let found = match (self.pricing(shape), self.blueprints.get(&class)) {
-            (Some(pricing), Some(blueprint)) => blueprint.sketch(&pricing, recompute),
-            _ => (Vec::new(), Vec::new()),
+            (Some(pricing), Some(blueprint)) => {
+                // As of offers: padding of a dim that a layer does not have is nothing to it.
+                let key = (class, blueprint.key(&pricing), recompute.to_vec());
+                let sketch = || {
+                    let (trades, buckets) = blueprint.sketch(&pricing, recompute);
+                    (trades.into(), buckets)
+                };
+                self.sketched.entry(key).or_insert_with(sketch).clone()
+            }
+            _ => (Rc::from([]), Vec::new()),
         };
-        let found: Sketch = (found.0.into(), found.1);
         self.sketches.entry(key).or_insert(found).clone()
     }
 

@@ -275,10 +275,15 @@ impl Terms<'_> {
     pub fn sync(&self, bytes: &LayerBytes, states: States, home: Home) -> LayerSync {
         // Every use of a tied parameter has its per-micro-batch traffic; the end of the step and the states come once in a stage.
         let counted = |bucket: &&BucketSize| home != Home::Repeated || !bucket.tied;
+        let every = bytes.buckets.iter().fold(Sync::default(), |sum, bucket| self.bucket(sum, bucket, states, home));
+        let once = match bytes.buckets.iter().all(|b| counted(&b)) {
+            true => every,
+            false => bytes.buckets.iter().filter(counted).fold(Sync::default(), |sum, bucket| self.bucket(sum, bucket, states, home)),
+        };
         LayerSync {
             zero: states.zero,
-            every: bytes.buckets.iter().fold(Sync::default(), |sum, bucket| self.bucket(sum, bucket, states, home)),
-            once: bytes.buckets.iter().filter(counted).fold(Sync::default(), |sum, bucket| self.bucket(sum, bucket, states, home)),
+            every,
+            once,
             states: bytes.buckets.iter().filter(counted).map(|b| state_bytes(b.elems, b.ways(self.mesh), states, self.types).0).sum(),
             ring: 2 * ring_bytes(bytes, self.mesh, states, self.types),
         }

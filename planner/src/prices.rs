@@ -6,6 +6,7 @@ use crate::cost::comm;
 use crate::machine::Machine;
 use crate::memory::BucketSize;
 use crate::options::{Halves, LayerOption};
+use crate::space::Tuple;
 use crate::units::{Bytes, Nanos};
 use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::plan::Recompute;
@@ -46,6 +47,13 @@ pub enum Reference {
     Same { sequences: u64 },
 }
 
+impl Reference {
+    /// The shape itself, which bounds it closest.
+    pub fn own(tuple: &Tuple) -> Reference {
+        Reference::Same { sequences: tuple.micro_batch }
+    }
+}
+
 /// What all offers of a class in a shape take at least, as known from another shape, the *reference*. For every offer there is a way among those of the reference that
 /// takes, times `part`, no more time, no more frame bytes, and no more frame and workspace bytes together; and every offer has at least the elements of `buckets`.
 #[derive(Clone, Debug)]
@@ -67,7 +75,11 @@ impl Floor {
 
 /// `amount` times a fraction, rounded down.
 pub fn scaled(amount: u64, (part, of): (u64, u64)) -> u64 {
-    u64::try_from(u128::from(amount) * u128::from(part) / u128::from(of)).unwrap_or(u64::MAX)
+    // Wide divisions are slow, and rarely needed.
+    match amount.checked_mul(part) {
+        Some(product) => product / of,
+        None => u64::try_from(u128::from(amount) * u128::from(part) / u128::from(of)).unwrap_or(u64::MAX),
+    }
 }
 
 /// Times of transfers on a machine.

@@ -23,7 +23,7 @@ pub const NEVER: u64 = u64::MAX / 4;
 pub enum How {
     /// No plan of it is below this, found without pricing its layers.
     Floor(u64),
-    /// No plan of it is below this, found by pricing so many sequences that every micro-batch of its tensor parallelism divides them, whole or in parts.
+    /// No plan of it is below this, found by sketching its layers, for its own micro-batch or for so many sequences that every one of its tensor parallelism divides them.
     Trend(u64),
     /// No plan of it is below this.
     Bound(u64),
@@ -87,6 +87,8 @@ enum Level {
     Whole,
     /// By the sketch of more sequences.
     Same,
+    /// By its own sketch.
+    Own,
     /// By its menus.
     Priced,
     /// By the relaxation of its stages.
@@ -112,6 +114,8 @@ pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bo
     let mut objective = NEVER;
     let mut lower_bound = None;
     let mut open: Vec<(u64, usize)> = Vec::new();
+    // One rank knows neither boundary nor padding.
+    let mut by_rank: BTreeMap<Tuple, u64> = BTreeMap::new();
     // Out of time without a plan, tuples are followed to their ends one by one: an answer needs some plan.
     let mut dive: Option<Reverse<(u64, Level, usize)>> = None;
     loop {
@@ -126,16 +130,21 @@ pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bo
         }
         let mut go_on = |entry| if late { dive = Some(Reverse(entry)) } else { queue.push(Reverse(entry)) };
         match level {
-            Level::Quick | Level::Rank | Level::Whole => {
+            Level::Quick => {
+                let one = Tuple { boundary: None, padding: 0, ..space[at] };
+                let fitting = *by_rank.entry(one).or_insert_with(|| bound::fitting(problem, prices, &one, Reference::Rank));
+                go_on((fitting.max(bound), Level::Rank, at));
+            }
+            Level::Rank | Level::Whole | Level::Same => {
                 let sequences = trend_batches[&space[at].tp];
                 let (from, next) = match level {
-                    Level::Quick => (Reference::Rank, Level::Rank),
                     Level::Rank => (Reference::Whole { sequences }, Level::Whole),
-                    _ => (Reference::Same { sequences }, Level::Same),
+                    Level::Whole => (Reference::Same { sequences }, Level::Same),
+                    _ => (Reference::own(&space[at]), Level::Own),
                 };
                 go_on((bound::fitting(problem, prices, &space[at], from).max(bound), next, at));
             }
-            Level::Same => match price(problem, prices, space[at], bound).first() {
+            Level::Own => match price(problem, prices, space[at], bound).first() {
                 None => how[at] = Some(How::Impossible),
                 Some(&(bound, _)) => go_on((bound, Level::Priced, at)),
             },
@@ -184,7 +193,7 @@ pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bo
         how[at] = Some(match level {
             _ if bound < objective => How::Open(bound),
             Level::Quick | Level::Rank => How::Floor(bound),
-            Level::Whole | Level::Same => How::Trend(bound),
+            Level::Whole | Level::Same | Level::Own => How::Trend(bound),
             Level::Priced => How::Bound(bound),
             Level::Relaxed => How::Nothing(objective),
         });

@@ -289,6 +289,8 @@ impl<'a> Store<'a> {
         };
         let workspaces = self.values(bag, |l| l.workspace);
         let mut rings_before = 0;
+        // Ways of running the layers, and the most bytes that they were given: with fewer they give nothing new.
+        let mut visited: Vec<(Vec<Rc<Shelf>>, u64)> = Vec::new();
         let Some(all) = self.shelves(bag, u64::MAX, u64::MAX) else { return };
         for ring in self.values(bag, |l| l.ring) {
             let Some(Relaxed { time, end, joint }) = beside(bag, &all, room, ring) else { break };
@@ -312,10 +314,15 @@ impl<'a> Store<'a> {
             let mut before = 0;
             for &workspace in workspaces.iter().filter(|&&w| w >= least && (which == Workspaces::All || likely(w))) {
                 let Some(shelves) = self.shelves(bag, ring, workspace) else { continue };
-                if news(&shelves, &mut before)
-                    && let Some((free, joint)) = hopeful(&shelves, ring, workspace)
-                {
-                    visit(&shelves, free, &joint);
+                if !news(&shelves, &mut before) {
+                    continue;
+                }
+                if let Some((free, joint)) = hopeful(&shelves, ring, workspace) {
+                    let same = |a: &[Rc<Shelf>]| a.iter().zip(&shelves).all(|(a, b)| a.items == b.items);
+                    if !visited.iter().any(|(shelves, most)| *most >= free && same(shelves)) {
+                        visit(&shelves, free, &joint);
+                        visited.push((shelves, free));
+                    }
                 }
             }
         }

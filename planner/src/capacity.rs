@@ -14,6 +14,7 @@ use crate::prices::scaled;
 use crate::relaxation::corners;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::rc::Rc;
 
 /// A way of running a layer, as far as these bounds look: one micro-batch on one rank.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -86,32 +87,62 @@ pub struct Layers<'a> {
 impl Layers<'_> {
     /// The least time of the slowest stage, where each stage has `room` bytes and so many micro-batches in flight; nothing if the layers never fit.
     pub fn slowest(&self, in_flight: impl Iterator<Item = u64>, room: u64) -> Option<u64> {
-        // Stages with as many in flight, one after another, are alike.
-        let mut stages: Vec<(u64, Vec<Trade>, Option<u64>)> = Vec::new();
+        let mut in_flight: Vec<u64> = in_flight.collect();
+        in_flight.sort_unstable();
+        let ways: Vec<Ways> = self.trades.iter().map(|trade| self.ways(trade)).collect();
+        let mut stages: Vec<Rc<[Trade]>> = Vec::with_capacity(in_flight.len());
         let mut next: BinaryHeap<Reverse<(u64, usize, u64)>> = BinaryHeap::new();
-        for f in in_flight {
-            if stages.last().is_none_or(|s| s.0 != f) {
-                let whole: Vec<Trade> = self.trades.iter().map(|trade| self.whole(trade, f)).collect();
-                let first = least(&whole, 1, room);
-                stages.push((f, whole, first));
+        // `g` rises with `f` too: a stage is not looked at before the one with fewer in flight has a layer.
+        let open = |next: &mut BinaryHeap<_>, stages: &mut Vec<Rc<[Trade]>>| {
+            let at = stages.len();
+            let Some(&f) = in_flight.get(at) else { return };
+            let same = at.checked_sub(1).filter(|&before| in_flight[before] == f);
+            stages.push(same.map_or_else(|| ways.iter().map(|ways| ways.trade(f)).collect(), |before| Rc::clone(&stages[before])));
+            next.extend(least(&stages[at], 1, room).map(|time| Reverse((time, at, 1))));
+        };
+        open(&mut next, &mut stages);
+        for layer in 1.. {
+            let Reverse((time, at, n)) = next.pop()?;
+            if layer == self.count {
+                return Some(time);
             }
-            let at = stages.len() - 1;
-            next.extend(stages[at].2.map(|time| Reverse((time, at, 1))));
+            if n == 1 {
+                open(&mut next, &mut stages);
+            }
+            next.extend(least(&stages[at], n + 1, room).map(|time| Reverse((time, at, n + 1))));
         }
-        for _ in 1..self.count {
-            let Reverse((_, at, n)) = next.pop()?;
-            next.extend(least(&stages[at].1, n + 1, room).map(|time| Reverse((time, at, n + 1))));
-        }
-        next.pop().map(|Reverse((time, ..))| time)
+        None
     }
 
+    /// The ways of a layer under one bound on the workspace.
+    fn ways(&self, trade: &Trade) -> Ways {
+        let times = |sync: &LayerSync| trade.corners.iter().map(|&(_, time)| sync.least_time(scaled(time, self.part))).collect();
+        let mut rows: Vec<(u64, Vec<u64>)> = self.syncs.iter().map(|sync| (sync.states(), times(sync))).collect();
+        rows.sort_unstable();
+        let mut all = Vec::new();
+        for (at, (states, times)) in rows.iter().enumerate() {
+            // ZeRO stages that keep more bytes and save no time are no ways.
+            if !rows[..at].iter().any(|(_, less)| less.iter().zip(times).all(|(a, b)| a <= b)) {
+                all.extend(trade.corners.iter().zip(times).map(|(&(frame, _), &time)| (*states, frame, time)));
+            }
+        }
+        Ways { workspace: scaled(trade.workspace, self.part), part: self.part, all }
+    }
+}
+
+/// Ways of a layer whose workspace keeps a bound: bytes of states, bytes of a frame of which they take a `part`, and time.
+struct Ways {
+    workspace: u64,
+    part: (u64, u64),
+    all: Vec<(u64, u64, u64)>,
+}
+
+impl Ways {
     /// A trade between all bytes of a layer and its time, with so many micro-batches in flight.
-    fn whole(&self, trade: &Trade, f: u64) -> Trade {
-        let way = |sync: &LayerSync, &(frame, time): &(u64, u64)| {
-            (sync.states() + scaled(frame, (f * self.part.0, self.part.1)), sync.least_time(scaled(time, self.part)), 0)
-        };
-        let hull = corners(self.syncs.iter().flat_map(|sync| trade.corners.iter().map(move |corner| way(sync, corner))).collect());
-        Trade { workspace: scaled(trade.workspace, self.part), corners: hull.into_iter().map(|(bytes, time, _)| (bytes, time)).collect() }
+    fn trade(&self, f: u64) -> Trade {
+        let bytes = |&(states, frame, time): &(u64, u64, u64)| (states + scaled(frame, (f * self.part.0, self.part.1)), time, 0);
+        let hull = corners(self.all.iter().map(bytes).collect());
+        Trade { workspace: self.workspace, corners: hull.into_iter().map(|(bytes, time, _)| (bytes, time)).collect() }
     }
 }
 

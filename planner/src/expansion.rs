@@ -203,7 +203,7 @@ enum Verdict {
 
 /// Drops labels that another is at least as good as; of equal ones the first stays.
 fn undominated_labels(labels: &mut Vec<Label>) {
-    labels.sort_by_key(|l| (l.time, l.end, l.bytes));
+    labels.sort_unstable();
     let mut stairs = Staircase::default();
     labels.retain(|l| stairs.admits(l.end, l.bytes));
 }

@@ -117,7 +117,8 @@ fn floors_are_below_all_offers() {
 fn below_all_offers(model: &mut Model<'_>, class: u32, shape: Shape, sequences: u64) -> usize {
     let offers = model.offers(class, shape);
     for recompute in [&Recompute::ALL[..], &[Recompute::None], &[Recompute::Full]] {
-        for from in [Reference::Rank, Reference::Whole { sequences }, Reference::Same { sequences }] {
+        let own = shape.micro_batch;
+        for from in [Reference::Rank, Reference::Whole { sequences }, Reference::Same { sequences }, Reference::Same { sequences: own }] {
             let floor = model.floor(class, shape, from, recompute);
             let part = |amount: u64| scaled(amount, floor.part);
             for Offer { option, .. } in offers.iter().filter(|o| recompute.contains(&o.option.recompute)) {

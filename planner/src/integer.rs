@@ -27,7 +27,8 @@ use crate::stages::Solution;
 use crate::virtual_stages::even_cuts;
 use dplan_ir::pipeline::Slots;
 use good_lp::{
-    Expression, ProblemVariables, ResolutionError, Solution as _, SolutionStatus, SolverModel, Variable, WithTimeLimit, constraint, default_solver, variable,
+    Expression, ProblemVariables, ResolutionError, Solution as _, SolutionStatus, SolverModel, Variable, WithTimeLimit, constraint, default_solver,
+    variable,
 };
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -196,8 +196,17 @@ impl Prices for Drawn {
             Reference::Whole { .. } => (3, 4),
             Reference::Same { .. } => (9, 10),
         };
-        let offers = self.offers(class, shape);
-        let allowed = || offers.iter().map(|o| &o.option).filter(|o| recompute.contains(&o.recompute));
+        // One rank knows neither boundary nor padding: it is below what is offered under any.
+        let shapes: Vec<Shape> = match from {
+            Reference::Rank => {
+                let paddings = self.paddings(shape.tp);
+                let boundaries = std::iter::once(None).chain(self.boundary_dims(shape.tp).into_iter().map(Some));
+                boundaries.flat_map(|boundary| (0..paddings).map(move |padding| Shape { boundary, padding, ..shape })).collect()
+            }
+            Reference::Whole { .. } | Reference::Same { .. } => vec![shape],
+        };
+        let offers: Vec<Rc<[Offer]>> = shapes.into_iter().map(|shape| self.offers(class, shape)).collect();
+        let allowed = || offers.iter().flat_map(|o| o.iter()).map(|o| &o.option).filter(|o| recompute.contains(&o.recompute));
         let ways = allowed().map(|o| Way { time: o.time().0, frame: o.bytes.frame, workspace: o.bytes.workspace });
         Floor { trades: trades(ways).into(), part, buckets: least_buckets(allowed()) }
     }

@@ -8,7 +8,7 @@ use dplan_ir::order::Order;
 use dplan_ir::program::Write;
 use dplan_kernels::cuda::{Alignment, Launch};
 use dplan_kernels::jit::{self, Arch, Cache, Found, JitError, Nvrtc};
-use shim::{Case, Random, letter, make, spec};
+use shim::{Case, TARGET, Random, letter, make, spec};
 use std::path::Path;
 use std::time::Instant;
 
@@ -26,7 +26,7 @@ fn nvrtc() -> Option<Nvrtc> {
 
 fn case(op: Op, ins: &[usize], outs: &[usize], letters: Vec<(char, u64, u64, u64)>, dtype: DType) -> Case {
     let ranks = (ins.to_vec(), outs.to_vec());
-    Case { op, ranks, letters, dtype, out: None, write: Write::Set, alignment: Alignment::Packs, top_k: 2, order: Order::Straight }
+    Case { op, ranks, letters, dtype, out: None, write: Write::Set, alignment: Alignment::Packs, top_k: 2, order: Order::Straight, target: TARGET }
 }
 
 /// One of each family at the sizes of real models, but for the number of rows, which is no part of a text.

@@ -8,11 +8,11 @@ use dplan_ir::order::Order;
 use dplan_ir::program::Write;
 use dplan_kernels::cuda::{Alignment, Launch};
 use dplan_kernels::shim::Library;
-use shim::{Case, Prepared, Random, folder, letter, make, spec};
+use shim::{Case, TARGET, Prepared, Random, folder, letter, make, spec};
 
 fn case(op: Op, ins: &[usize], outs: &[usize], letters: Vec<(char, u64, u64, u64)>, dtype: DType) -> Case {
     let ranks = (ins.to_vec(), outs.to_vec());
-    Case { op, ranks, letters, dtype, out: None, write: Write::Add, alignment: Alignment::Packs, top_k: 2, order: Order::Straight }
+    Case { op, ranks, letters, dtype, out: None, write: Write::Add, alignment: Alignment::Packs, top_k: 2, order: Order::Straight, target: TARGET }
 }
 
 /// A case for each text that has barriers of its own.

@@ -8,7 +8,7 @@ use dplan_ir::order::Order;
 use dplan_ir::program::Write;
 use dplan_kernels::cuda::Alignment;
 use dplan_kernels::shim::Library;
-use shim::{Case, Random, folder, letter, make};
+use shim::{Case, TARGET, Random, folder, letter, make};
 
 const CASES: u64 = 200;
 
@@ -43,7 +43,7 @@ const MODES: [(DType, Write, Alignment); 6] = [
 
 fn case(random: &mut Random, op: Op, ins: &[usize], outs: &[usize], letters: Vec<(char, u64, u64, u64)>) -> Case {
     let (dtype, write, alignment) = MODES[random.below(MODES.len() as u64) as usize];
-    Case { op, ranks: (ins.to_vec(), outs.to_vec()), letters, dtype, out: None, write, alignment, top_k: 2, order: Order::Straight }
+    Case { op, ranks: (ins.to_vec(), outs.to_vec()), letters, dtype, out: None, write, alignment, top_k: 2, order: Order::Straight, target: TARGET }
 }
 
 fn abc(random: &mut Random, most: u64) -> Vec<(char, u64, u64, u64)> {

@@ -5,12 +5,13 @@
 //! family's text (`text/*.cuh`), and lists the arguments. Sizes and offsets are arguments, so layers and ranks that differ only in those share one machine code.
 //!
 //! **Text.** Headerless. Whatever C++ does not have (barriers, shuffles, asynchronous copies, matrix units) stands behind names of the prelude:
-//! `text/device.cuh` for a GPU, `shim/shim.h` for a CPU, `text/common.cuh` for both. So the text that NVRTC compiles is the text that runs in tests.
+//! `text/device.cuh` for a GPU, `shim/shim.h` for a CPU, `text/common.cuh` for both; `text/device_hopper.cuh` and `shim/hopper.h` for what only Hopper has. So the text that NVRTC compiles is the text that runs in tests.
 //!
 //! **Invariants.** Offsets are 64 bit. No atomics: each sum has one order. Long sums are kept in the accumulator type (or double). A kernel reads nothing
 //! that it was not given and writes every element of its results. Working memory beyond the program's scratch is the routine's `aux`, which the runtime
 //! allocates once for all kernels of a stream.
 
+pub mod arch;
 pub mod attention;
 pub mod dropout;
 pub mod embed;
@@ -21,6 +22,7 @@ pub mod norm;
 pub mod pointwise;
 pub mod product;
 pub mod source;
+pub mod tensor;
 
 use dplan_ir::cost::{OpCost, op_cost};
 use dplan_ir::dtype::DType;
@@ -29,6 +31,9 @@ use dplan_ir::op::{Op, Router};
 use dplan_ir::program::Write;
 use dplan_ir::rule::rule;
 use dplan_ir::sharding::LocalType;
+
+pub use arch::Target;
+pub use tensor::TensorMap;
 
 /// What a kernel is, for tables.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -72,6 +77,8 @@ pub enum Arg {
     /// An operand or result of the routine.
     In(usize),
     Out(usize),
+    /// An operand as the copy engine takes it.
+    Tensor(usize, TensorMap),
     /// The working memory, from this byte on.
     Aux(u64),
     /// The step's scalars ([`scalars`]).
@@ -151,6 +158,7 @@ pub struct Descriptor<'a> {
     pub outs: &'a [LocalType],
     pub write: Write,
     pub alignment: Alignment,
+    pub target: Target,
 }
 
 /// The kernels of an op.

@@ -6,8 +6,9 @@
 use dplan_ir::dtype::DType;
 use dplan_ir::op::Spec;
 
+use super::arch::Arch;
 use super::source::{Builder, Config, Size, int};
-use super::{Alignment, Arg, Family, PrepareError, moe};
+use super::{Alignment, Arg, Family, PrepareError, TensorMap, moe};
 use crate::cpu;
 
 /// Sizes and strides of a product.
@@ -81,16 +82,17 @@ fn refused(error: cpu::PrepareError) -> PrepareError {
 }
 
 fn shape([m, n, k, z]: [(usize, [usize; 3]); 4]) -> Shape {
-    let u = |x: usize| x as u64;
+    // Along a dim of one there is no step, and nothing that a step could be a multiple of.
+    let step = |role: (usize, [usize; 3]), operand: usize| if role.0 == 1 { 0 } else { role.1[operand] as u64 };
     Shape {
-        m: u(m.0),
-        n: u(n.0),
-        k: u(k.0),
-        z: u(z.0),
-        a: [u(m.1[0]), u(k.1[0])],
-        b: [u(k.1[1]), u(n.1[1])],
-        out: [u(m.1[2]), u(n.1[2])],
-        batch: z.1.map(u),
+        m: m.0 as u64,
+        n: n.0 as u64,
+        k: k.0 as u64,
+        z: z.0 as u64,
+        a: [step(m, 0), step(k, 0)],
+        b: [step(k, 1), step(n, 1)],
+        out: [step(m, 2), step(n, 2)],
+        batch: [0, 1, 2].map(|operand| step(z, operand)),
     }
 }
 
@@ -118,52 +120,140 @@ fn plain(b: &mut Builder<'_>, s: Shape, grouped: Grouped) {
     b.launch(Family::Gemm, "dp_gemm_plain", text, Size::blocks(blocks, 256, shared), args(&s, grouped));
 }
 
-/// Tile of a block, tile of a warp, both m × n; depth and number of the ring's tiles.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Tiles {
-    block: [u64; 2],
-    warp: [u64; 2],
-    deep: u64,
-    stages: u64,
+/// A way to cut a product for the matrix units.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Tiles {
+    pub by: By,
+    /// What a block has of the result at a time, m x n.
+    pub block: [u64; 2],
+    /// Depth and number of the ring's tiles.
+    pub deep: u64,
+    pub stages: u64,
+    /// 10^12 operations a second on an H100 whose every multiprocessor has such a tile. Published ones of kernels of this kind, or their like; none was measured here.
+    pub rate: f64,
 }
 
-/// Best first: large tiles read least. A smaller one is taken where the larger would leave most of a GPU's ~132 multiprocessors without work.
-const TILES: [Tiles; 2] =
-    [Tiles { block: [128, 128], warp: [64, 32], deep: 32, stages: 4 }, Tiles { block: [64, 64], warp: [32, 32], deep: 32, stages: 4 }];
-const ENOUGH_BLOCKS: u64 = 96;
+/// Who multiplies.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum By {
+    /// Warps, each with a part of the tile (`mma.sync`), on any architecture.
+    Warps([u64; 2]),
+    /// Warpgroups, each with 64 rows of the tile (`wgmma`), on Hopper.
+    Warpgroups,
+}
+
+/// All ways.
+pub const TILES: [Tiles; 4] = [
+    Tiles { by: By::Warpgroups, block: [128, 256], deep: 64, stages: 4, rate: 650.0 },
+    Tiles { by: By::Warpgroups, block: [128, 128], deep: 64, stages: 6, rate: 550.0 },
+    Tiles { by: By::Warps([64, 32]), block: [128, 128], deep: 32, stages: 4, rate: 400.0 },
+    SMALL,
+];
+/// What any operands allow.
+const SMALL: Tiles = Tiles { by: By::Warps([32, 32]), block: [64, 64], deep: 32, stages: 4, rate: 250.0 };
+
+impl Tiles {
+    fn blocks(&self, s: &Shape) -> u64 {
+        s.z * s.m.div_ceil(self.block[0]) * s.n.div_ceil(self.block[1])
+    }
+    /// What a product costs: rounds of all multiprocessors × a tile's operations ÷ how fast they go. A last round that is not full costs as much as one that is.
+    fn score(&self, s: &Shape, multiprocessors: u64) -> f64 {
+        let rounds = self.blocks(s).div_ceil(multiprocessors);
+        (rounds * self.block[0] * self.block[1] * s.k.next_multiple_of(self.deep)) as f64 / self.rate
+    }
+}
+
+/// How a product's operands lie.
+struct Layout {
+    /// Neighbours in memory of a are neighbours in m, of b in k.
+    a_rows: bool,
+    b_rows: bool,
+    /// Sixteen bytes can be copied at a time.
+    packs: bool,
+    /// The result takes two elements at a time.
+    pairs: bool,
+}
+
+impl Layout {
+    fn of(b: &Builder<'_>, s: &Shape) -> Layout {
+        let (a_rows, b_rows) = (s.a[0] == 1 && s.a[1] != 1, s.b[0] == 1 && s.b[1] != 1);
+        let contiguous = (a_rows || s.a[1] == 1) && (b_rows || s.b[1] == 1);
+        // Every row begins at a multiple of eight elements.
+        let pitches = [if a_rows { s.a[1] } else { s.a[0] }, if b_rows { s.b[1] } else { s.b[0] }, s.batch[0], s.batch[1]];
+        let packs = contiguous && b.d.alignment == Alignment::Packs && pitches.iter().all(|p| p % 8 == 0);
+        let pairs = b.d.alignment == Alignment::Packs && s.out[1] == 1 && [s.n, s.out[0], s.batch[2]].iter().all(|x| x % 2 == 0);
+        Layout { a_rows, b_rows, packs, pairs }
+    }
+    /// Both operands as the copy engine takes them.
+    fn tensors(&self, b: &Builder<'_>, s: &Shape, grouped: Grouped) -> Option<[TensorMap; 2]> {
+        let of = |turned: bool, [rows, columns]: [u64; 2], [row, column]: [u64; 2], z: u64, batch: u64| {
+            if turned { TensorMap::new([rows, columns, z], [column, batch]) } else { TensorMap::new([columns, rows, z], [row, batch]) }
+        };
+        // An expert's rows begin anywhere in a; where they end among those that are summed over, a copy does not.
+        let of_a = match grouped {
+            Grouped::No => s.z,
+            Grouped::M(_) => 1,
+            Grouped::K(_) => return None,
+        };
+        if !self.packs || b.d.target.arch != Arch::Sm90a {
+            return None;
+        }
+        Some([of(self.a_rows, [s.m, s.k], s.a, of_a, s.batch[0])?, of(!self.b_rows, [s.n, s.k], [s.b[1], s.b[0]], s.z, s.batch[1])?])
+    }
+}
 
 /// On the matrix units.
 fn matrix_units(b: &mut Builder<'_>, s: Shape, grouped: Grouped) {
-    let blocks = |t: &Tiles| s.z * s.m.div_ceil(t.block[0]) * s.n.div_ceil(t.block[1]);
-    let t = TILES.into_iter().find(|t| blocks(t) >= ENOUGH_BLOCKS).unwrap_or(TILES[TILES.len() - 1]);
-    let (a_rows, b_rows) = (s.a[0] == 1 && s.a[1] != 1, s.b[0] == 1 && s.b[1] != 1);
-    let contiguous = (a_rows || s.a[1] == 1) && (b_rows || s.b[1] == 1);
-    // Sixteen bytes at a time: every row begins at a multiple of eight elements.
-    let pitches = [if a_rows { s.a[1] } else { s.a[0] }, if b_rows { s.b[1] } else { s.b[0] }, s.batch[0], s.batch[1]];
-    let asynchronous = contiguous && b.d.alignment == Alignment::Packs && pitches.iter().all(|p| p % 8 == 0);
-    let pairs = b.d.alignment == Alignment::Packs && s.out[1] == 1 && [s.n, s.out[0], s.batch[2]].iter().all(|x| x % 2 == 0);
-    let threads = t.block[0] / t.warp[0] * (t.block[1] / t.warp[1]) * 32;
-    let config = Config::default()
+    let layout = Layout::of(b, &s);
+    let tensors = layout.tensors(b, &s, grouped);
+    let target = b.d.target;
+    let allowed = target.tiles.iter().filter(|t| t.by != By::Warpgroups || tensors.is_some());
+    let score = |t: &Tiles| t.score(&s, target.arch.multiprocessors());
+    let best = allowed.min_by(|x, y| score(x).total_cmp(&score(y))).unwrap_or(&SMALL);
+    match (best.by, tensors) {
+        (By::Warpgroups, Some(tensors)) => warpgroups(b, s, grouped, best, &layout, tensors),
+        (By::Warps(warp), _) => warps(b, s, grouped, best, warp, &layout),
+        (By::Warpgroups, None) => unreachable!("not allowed without tensors"),
+    }
+}
+
+/// What both kernels' configs have.
+fn config(b: &Builder<'_>, t: &Tiles, layout: &Layout, threads: u64) -> Config {
+    Config::default()
         .ty("elem", b.elem)
         .ty("out_t", b.d.outs[0].dtype)
         .int("THREADS", threads)
         .flag("ADD", b.add())
-        .flag("ASYNC", asynchronous)
-        .flag("A_ROWS", a_rows)
-        .flag("B_ROWS", b_rows)
-        .flag("PAIRS", pairs)
+        .flag("A_ROWS", layout.a_rows)
+        .flag("B_ROWS", layout.b_rows)
+        .flag("PAIRS", layout.pairs)
         .int("BM", t.block[0])
         .int("BN", t.block[1])
-        .int("BK", t.deep)
-        .int("WM", t.warp[0])
-        .int("WN", t.warp[1])
-        .int("STAGES", t.stages);
+        .int("STAGES", t.stages)
+}
+
+fn warps(b: &mut Builder<'_>, s: Shape, grouped: Grouped, t: &Tiles, warp: [u64; 2], layout: &Layout) {
+    let threads = t.block[0] / warp[0] * (t.block[1] / warp[1]) * 32;
+    let config = config(b, t, layout, threads).flag("ASYNC", layout.packs).int("BK", t.deep).int("WM", warp[0]).int("WN", warp[1]);
     let text = group(config, grouped).text(&[include_str!("text/tiles.cuh"), include_str!("text/gemm_mma.cuh")]);
     let tile = |rows: bool, side: u64| if rows { t.deep * (side + 8) } else { side * (t.deep + 8) };
     // Of b, neighbours in k are rows of [n][k]; of a, neighbours in m are rows of [k][m].
-    let b_tile = if b_rows { t.block[1] * (t.deep + 8) } else { t.deep * (t.block[1] + 8) };
-    let shared = t.stages * (tile(a_rows, t.block[0]) + b_tile) * 2;
-    b.launch(Family::Gemm, "dp_gemm_mma", text, Size::blocks(blocks(&t), threads, shared), args(&s, grouped));
+    let b_tile = if layout.b_rows { t.block[1] * (t.deep + 8) } else { t.deep * (t.block[1] + 8) };
+    let shared = t.stages * (tile(layout.a_rows, t.block[0]) + b_tile) * 2;
+    b.launch(Family::Gemm, "dp_gemm_mma", text, Size::blocks(t.blocks(&s), threads, shared), args(&s, grouped));
+}
+
+/// A block on each multiprocessor takes tiles until there are none.
+fn warpgroups(b: &mut Builder<'_>, s: Shape, grouped: Grouped, t: &Tiles, layout: &Layout, [of_a, of_b]: [TensorMap; 2]) {
+    let threads = t.block[0] * 2 + 32;
+    let text = group(config(b, t, layout, threads), grouped).text(&[include_str!("text/gemm_wgmma.cuh")]);
+    let tiles = t.blocks(&s);
+    let shared = t.stages * ((t.block[0] + t.block[1]) * t.deep * 2 + 2 * 8);
+    let sizes = [tiles, s.m, s.n, s.k, s.out[0], s.out[1], s.batch[2]];
+    let operands = [Arg::Tensor(0, of_a), Arg::Tensor(1, of_b), Arg::Out(0), starts(grouped)];
+    let args = operands.into_iter().chain(sizes.map(int)).collect();
+    let size = Size::blocks(tiles.min(b.d.target.arch.multiprocessors()), threads, shared);
+    b.launch(Family::Gemm, "dp_gemm_wgmma", text, size, args);
 }
 
 fn group(config: Config, grouped: Grouped) -> Config {
@@ -177,11 +267,15 @@ fn group(config: Config, grouped: Grouped) -> Config {
     )
 }
 
-fn args(s: &Shape, grouped: Grouped) -> Vec<Arg> {
-    let starts = match grouped {
+/// Where the rows of each expert begin.
+fn starts(grouped: Grouped) -> Arg {
+    match grouped {
         Grouped::No => Arg::Scalars,
         Grouped::M(starts) | Grouped::K(starts) => starts,
-    };
+    }
+}
+
+fn args(s: &Shape, grouped: Grouped) -> Vec<Arg> {
     let sizes = [s.m, s.n, s.k, s.a[0], s.a[1], s.b[0], s.b[1], s.out[0], s.out[1], s.batch[0], s.batch[1], s.batch[2]];
-    [Arg::In(0), Arg::In(1), Arg::Out(0), starts].into_iter().chain(sizes.map(int)).collect()
+    [Arg::In(0), Arg::In(1), Arg::Out(0), starts(grouped)].into_iter().chain(sizes.map(int)).collect()
 }

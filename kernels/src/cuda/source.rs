@@ -9,9 +9,9 @@ use dplan_ir::program::Write;
 use super::{Alignment, Arg, Descriptor, Family, Launch, PrepareError};
 
 /// What NVRTC compiles before a kernel's own text.
-pub const DEVICE: &str = concat!(include_str!("text/device.cuh"), include_str!("text/common.cuh"));
+pub const DEVICE: &str = concat!(include_str!("text/device.cuh"), include_str!("text/device_hopper.cuh"), include_str!("text/common.cuh"));
 /// What a C++ compiler compiles before it: once, for any number of texts.
-pub const HOST: &str = concat!(include_str!("../shim/shim.h"), include_str!("text/common.cuh"));
+pub const HOST: &str = concat!(include_str!("../shim/shim.h"), include_str!("../shim/hopper.h"), include_str!("text/common.cuh"));
 
 /// Names of the constants that a config defines, so that texts can be put one after the other.
 #[derive(Clone, Default, Debug)]

@@ -10,7 +10,7 @@ use std::process::Command;
 
 use libloading::Library as Dynamic;
 
-use crate::cuda::{Arg, Launch, Routine, source};
+use crate::cuda::{Arg, Launch, Routine, TensorMap, source};
 
 /// Why kernels cannot be compiled or run.
 #[derive(Debug, thiserror::Error)]
@@ -139,7 +139,7 @@ impl Library {
         }
         for (number, launch) in routine.launches.iter().enumerate() {
             let index = |arg: &Arg| match *arg {
-                Arg::In(i) => Some((i, 0)),
+                Arg::In(i) | Arg::Tensor(i, _) => Some((i, 0)),
                 Arg::Scalars => Some((ins.len(), 0)),
                 Arg::Out(i) => Some((ins.len() + 1 + i, 0)),
                 Arg::Aux(at) => Some((ins.len() + 1 + outs.len(), at)),
@@ -149,9 +149,10 @@ impl Library {
                 .args
                 .iter()
                 .map(|arg| match (index(arg), arg) {
-                    (Some((at, offset)), _) => RawArg { kind: 0, memory: &raw mut memories[at], offset, integer: 0 },
-                    (None, Arg::Int(i)) => RawArg { kind: 1, memory: std::ptr::null_mut(), offset: 0, integer: *i },
-                    (None, Arg::MicroBatch(i)) => RawArg { kind: 1, memory: std::ptr::null_mut(), offset: 0, integer: i * options.micro_batch },
+                    (Some((at, _)), Arg::Tensor(_, map)) => RawArg::tensor(&raw mut memories[at], map),
+                    (Some((at, offset)), _) => RawArg::memory(&raw mut memories[at], offset),
+                    (None, Arg::Int(i)) => RawArg::integer(*i),
+                    (None, Arg::MicroBatch(i)) => RawArg::integer(i * options.micro_batch),
                     (None, _) => unreachable!("only integers have no memory"),
                 })
                 .collect();
@@ -175,9 +176,14 @@ impl Library {
         let mut memories: Vec<Memory> = Vec::new();
         let mut places: Vec<Option<usize>> = Vec::new();
         for operand in operands {
-            places.push(match *operand {
+            let range = match *operand {
                 Operand::Int(_) => None,
-                Operand::Memory { base, bytes, writable } => {
+                Operand::Memory { base, bytes, writable } => Some((base, bytes, writable)),
+                Operand::Tensor { base, bytes, .. } => Some((base, bytes, false)),
+            };
+            places.push(match range {
+                None => None,
+                Some((base, bytes, writable)) => {
                     let same = |m: &Memory| (m.base, m.bytes, m.writable) == (base, bytes, i32::from(writable));
                     Some(memories.iter().position(same).unwrap_or_else(|| {
                         memories.push(Memory::new(base, bytes as usize, std::ptr::null_mut(), i32::from(writable)));
@@ -195,11 +201,11 @@ impl Library {
         let args: Vec<RawArg> = operands
             .iter()
             .zip(places)
-            .map(|(operand, place)| match (*operand, place) {
-                (Operand::Int(integer), _) => RawArg { kind: 1, memory: std::ptr::null_mut(), offset: 0, integer },
-                (Operand::Memory { .. }, place) => {
-                    RawArg { kind: 0, memory: place.map_or(std::ptr::null_mut(), |at| &raw mut memories[at]), offset: 0, integer: 0 }
-                }
+            .map(|(operand, place)| match (operand, place) {
+                (Operand::Int(integer), _) => RawArg::integer(*integer),
+                (Operand::Memory { .. }, place) => RawArg::memory(place.map_or(std::ptr::null_mut(), |at| &raw mut memories[at]), 0),
+                (Operand::Tensor { .. }, None) => unreachable!("a tensor has memory"),
+                (Operand::Tensor { map, .. }, Some(at)) => RawArg::tensor(&raw mut memories[at], map),
             })
             .collect();
         self.call(launch, &args, 1, Options::seeded(seed))
@@ -239,6 +245,8 @@ impl Library {
 #[derive(Clone, Copy, Debug)]
 pub enum Operand {
     Memory { base: *mut u8, bytes: u64, writable: bool },
+    /// Memory that the copy engine reads.
+    Tensor { base: *mut u8, bytes: u64, map: TensorMap },
     Int(i64),
 }
 
@@ -273,6 +281,20 @@ struct RawArg {
     memory: *mut Memory,
     offset: u64,
     integer: i64,
+    tensor: *const TensorMap,
+}
+
+impl RawArg {
+    fn integer(integer: i64) -> RawArg {
+        RawArg { kind: 1, memory: std::ptr::null_mut(), offset: 0, integer, tensor: std::ptr::null() }
+    }
+    fn memory(memory: *mut Memory, offset: u64) -> RawArg {
+        RawArg { kind: 0, memory, offset, integer: 0, tensor: std::ptr::null() }
+    }
+    /// `map` must outlive the launch.
+    fn tensor(memory: *mut Memory, map: &TensorMap) -> RawArg {
+        RawArg { kind: 2, memory, offset: 0, integer: 0, tensor: map }
+    }
 }
 
 #[repr(C)]

@@ -9,6 +9,7 @@
 //   - a barrier that some thread does not reach ends the launch with an error, as does a collective that half a warp reaches.
 // `cp.async` copies when it is waited for, not before. The traffic with global memory is counted.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstdarg>
 #include <cstdint>
@@ -40,10 +41,11 @@ struct Memory {
 
 // As in `kernels/src/shim/mod.rs`.
 struct Arg {
-    int32_t kind;  // 0 memory, 1 integer
+    int32_t kind;  // 0 memory, 1 integer, 2 a tensor in memory
     Memory* memory;
     uint64_t offset;
     int64_t integer;
+    const uint64_t* tensor;
 };
 
 struct Launch {
@@ -143,6 +145,12 @@ inline void switch_fiber(Fiber& from, Fiber& to) { dp_switch(&from.sp, to.sp); }
 inline void switch_fiber(Fiber& from, Fiber& to) { swapcontext(&from.context, &to.context); }
 #endif
 
+// What is asynchronous beyond copies of a thread's own: `hopper.h`.
+inline void begin_block();
+inline void block_synchronised();
+inline bool land_one();
+inline const char* end_block();
+
 inline void to_scheduler() { switch_fiber(S.fibers[S.current], S.main); }
 
 [[noreturn]] inline void fail(const char* format, ...) {
@@ -204,6 +212,7 @@ inline void run_block() {
     unsigned n = S.launch->threads, left = n;
     unsigned order[MAX_THREADS];
     memset(S.shared, 0xff, S.launch->shared);
+    begin_block();
     S.barrier.arrived = 0;
     S.barrier.generation++;
     for (unsigned i = 0; i < n; i++) {
@@ -224,6 +233,7 @@ inline void run_block() {
             moved = true;
             if (f.done) left--;
         }
+        if (next_random() % 4 == 0 || !moved) moved |= land_one();
         if (!moved) {
             for (unsigned k = 0; k < n; k++)
                 if (!S.fibers[k].done) {
@@ -233,6 +243,10 @@ inline void run_block() {
                     return;
                 }
         }
+    }
+    if (const char* left = end_block()) {
+        snprintf(S.launch->error, 512, "block (%u, %u, %u) %s", S.block.x, S.block.y, S.block.z, left);
+        S.failed = true;
     }
 }
 
@@ -458,7 +472,10 @@ template <int N, class T> static inline void dp_st_pack(dp::Shared<T> p, i64 i, 
 }
 
 // --- collectives
-static inline void __syncthreads() { dp::arrive(dp::S.barrier, dp::S.launch->threads, "a barrier of the block"); }
+static inline void __syncthreads() {
+    if (dp::S.barrier.arrived + 1 == dp::S.launch->threads) dp::block_synchronised();
+    dp::arrive(dp::S.barrier, dp::S.launch->threads, "a barrier of the block");
+}
 static inline void __syncwarp() { dp::exchange(0, "a barrier of the warp"); }
 template <class T> static inline T dp_shfl(T value, int from) {
     T out;

@@ -16,7 +16,8 @@ use dplan_ir::sharding::LocalType;
 use dplan_ir::splitmix;
 use dplan_kernels::cpu::block::{Block, BlockMut};
 use dplan_kernels::cpu::{Kernel, Run, Threads};
-use dplan_kernels::cuda::{self, Alignment, Descriptor, Launch, Routine, prepare};
+use dplan_kernels::cuda::arch::Arch;
+use dplan_kernels::cuda::{self, Alignment, Descriptor, Launch, Routine, Target, prepare};
 use dplan_kernels::shim::{self, Library, Options, Ran};
 use std::path::{Path, PathBuf};
 
@@ -41,6 +42,9 @@ impl Random {
     }
 }
 
+/// Of kernels that any GPU has.
+pub const TARGET: Target = Target::of(Arch::Sm80);
+
 /// `letters`: label, start, length and logical size of each factor.
 pub struct Case {
     pub op: Op,
@@ -54,6 +58,7 @@ pub struct Case {
     pub top_k: u64,
     /// Of the positions, where the op knows any.
     pub order: Order,
+    pub target: Target,
 }
 
 pub fn spec(left: &str, right: &str, out: &str) -> Spec {
@@ -303,7 +308,7 @@ pub fn make(case: &Case, random: &mut Random) -> Prepared {
         Op::Attention(a) | Op::AttentionGrad(a) if dtype.size() == 2 => bounds = attention_bounds(a, &context, &ins, *dtype),
         _ => {}
     }
-    let d = Descriptor { op, context: &context, ins: &in_types, outs: &out_types, write: case.write, alignment: case.alignment };
+    let d = Descriptor { op, context: &context, ins: &in_types, outs: &out_types, write: case.write, alignment: case.alignment, target: case.target };
     let routine = prepare(&d).unwrap_or_else(|e| panic!("{op:?}: {e}"));
     let buffer = |values: &[f64], dtype: DType| Buffer::new(values, dtype, case.alignment);
     Prepared {

@@ -1,0 +1,76 @@
+//! Products by Hopper's copy engine and warpgroups, from the text that NVRTC compiles for sm_90a: random shapes against the f64 reference, in other orders of threads
+//! and with other numbers of blocks; and with whatever orders them taken out, which must be noticed.
+
+mod shim;
+
+use dplan_ir::dtype::DType;
+use dplan_ir::op::Op;
+use dplan_ir::order::Order;
+use dplan_ir::program::Write;
+use dplan_kernels::cuda::arch::Arch;
+use dplan_kernels::cuda::product::{TILES, Tiles};
+use dplan_kernels::cuda::{Alignment, Launch, Target};
+use dplan_kernels::shim::Library;
+use shim::{Case, Prepared, Random, folder, letter, make, spec};
+
+const CASES: u64 = 200;
+const WIDE: &[Tiles] = TILES.split_at(1).0;
+const SQUARE: &[Tiles] = TILES.split_at(1).1.split_at(1).0;
+
+const MODES: [(DType, Option<DType>, Write); 3] =
+    [(DType::Bf16, None, Write::Set), (DType::F16, None, Write::Add), (DType::Bf16, Some(DType::F32), Write::Add)];
+
+/// Operands, the letters whose lengths must be multiples of eight (they are contiguous in an operand), and the tile.
+const PRODUCTS: [(&str, &str, &str, &str, &[Tiles]); 7] = [
+    ("bsh", "fh", "bsf", "h", SQUARE),
+    ("bsf", "fh", "bsh", "fh", WIDE),
+    ("bsf", "bsh", "fh", "fh", SQUARE),
+    ("hs", "fh", "sf", "sh", WIDE),
+    ("gbd", "gds", "gbs", "ds", SQUARE),
+    ("bseh", "efh", "bsef", "h", WIDE),
+    ("bsef", "efh", "bseh", "hf", SQUARE),
+];
+
+fn draw(r: &mut Random, (a, b, c, eights, tiles): (&str, &str, &str, &str, &'static [Tiles])) -> Case {
+    let (dtype, out, write) = MODES[r.below(3) as usize];
+    let experts = a.len() == 4;
+    let letters = "bsehfgd".chars().map(|l| match l {
+        'b' if c.starts_with("gb") => letter(l, r.size(140)),
+        'b' => letter(l, r.size(2)),
+        'e' => letter(l, r.size(5)),
+        'g' => letter(l, r.size(3)),
+        _ if eights.contains(l) => letter(l, 8 * r.size(24)),
+        _ => letter(l, r.size(if l == 's' { 150 } else { 270 })),
+    });
+    let letters = letters.collect();
+    let op = if experts { Op::ExpertEinsum(spec(a, b, c)) } else { Op::Einsum(spec(a, b, c)) };
+    let ranks = (if experts { vec![4, 3, 3] } else { vec![a.len(), b.len()] }, vec![c.len()]);
+    let target = Target { arch: Arch::Sm90a, tiles };
+    Case { op, ranks, letters, dtype, out, write, alignment: Alignment::Packs, top_k: 1 + r.below(3), order: Order::Straight, target }
+}
+
+fn products(p: &Prepared) -> usize {
+    p.routine.launches.iter().filter(|l| l.entry == "dp_gemm_wgmma").count()
+}
+
+#[test]
+fn products_meet_the_reference() {
+    let Some(dir) = folder("shim_hopper") else { return };
+    let mut random = Random(21);
+    let cases: Vec<_> = (0..CASES).map(|i| draw(&mut random, PRODUCTS[i as usize % PRODUCTS.len()])).collect();
+    let prepared: Vec<_> = cases.iter().map(|c| make(c, &mut random)).collect();
+    let library = Library::compile(&dir, "products", prepared.iter().flat_map(|p| &p.routine.launches)).unwrap_or_else(|e| panic!("{e}"));
+    for (case, p) in cases.iter().zip(&prepared) {
+        assert_eq!(products(p), 1, "{}: {:?}", p.name, p.routine.launches.iter().map(|l| l.entry).collect::<Vec<_>>());
+        let (outs, ran) = p.run(&library, 1).unwrap_or_else(|e| panic!("{}: {e}", p.name));
+        p.check(&outs, 1e-5);
+        if case.write == Write::Set {
+            assert_eq!(ran.unwritten, vec![0], "{}", p.name);
+        }
+        // One block has all tiles, so that the ring goes on from one to the next.
+        let mut launches = p.routine.launches.clone();
+        launches.iter_mut().filter(|l| l.entry == "dp_gemm_wgmma").for_each(|l| l.grid = 1);
+        let (again, _) = p.run_launches(&library, &launches, 2).unwrap_or_else(|e| panic!("{}: {e}", p.name));
+        assert!(outs[0].bytes() == again[0].bytes(), "{}: another order, another result", p.name);
+    }
+}

@@ -74,3 +74,66 @@ fn products_meet_the_reference() {
         assert!(outs[0].bytes() == again[0].bytes(), "{}: another order, another result", p.name);
     }
 }
+
+/// What orders the asynchronous parts of the text, each a statement.
+const ORDERS: [&str; 9] = [
+    "__syncthreads(",
+    "dp_mbar_publish(",
+    "dp_mbar_wait(",
+    "dp_mbar_expect(",
+    "if (step > 0 && lane == 0) dp_mbar_arrive(",
+    "dp_wgmma_fence(",
+    "dp_wgmma_commit(",
+    "dp_wgmma_wait<1>(",
+    "dp_wgmma_wait<0>(",
+];
+
+#[test]
+fn what_is_taken_out_is_missed() {
+    let Some(dir) = folder("shim_hopper") else { return };
+    let mut random = Random(22);
+    // More steps than the ring has stages, and more tiles than blocks.
+    let letters = || vec![letter('b', 1), letter('s', 136), letter('h', 520), letter('f', 130)];
+    let op = |tiles| Case {
+        op: Op::Einsum(spec("bsh", "fh", "bsf")),
+        ranks: (vec![3, 2], vec![3]),
+        letters: letters(),
+        dtype: DType::Bf16,
+        out: None,
+        write: Write::Set,
+        alignment: Alignment::Packs,
+        top_k: 1,
+        order: Order::Straight,
+        target: Target { arch: Arch::Sm90a, tiles },
+    };
+    let prepared = [WIDE, SQUARE].map(|tiles| make(&op(tiles), &mut random));
+    let mut damaged: Vec<(&Prepared, &str, Launch)> = Vec::new();
+    for p in &prepared {
+        let [launch] = &p.routine.launches[..] else { panic!("one launch") };
+        for what in ORDERS {
+            let places: Vec<usize> = launch.text.match_indices(what).map(|(at, _)| at).collect();
+            assert!(!places.is_empty(), "no {what} in the text");
+            for at in places {
+                let mut launch = Launch { grid: 1, ..launch.clone() };
+                let end = at + launch.text[at..].find(';').expect("a statement");
+                launch.text.replace_range(at..end, "");
+                damaged.push((p, what, launch));
+            }
+        }
+    }
+    let sound = prepared.iter().flat_map(|p| &p.routine.launches);
+    let library = Library::compile(&dir, "orders", sound.chain(damaged.iter().map(|(_, _, l)| l))).unwrap_or_else(|e| panic!("{e}"));
+    let mut missed = Vec::new();
+    for (p, what, launch) in &damaged {
+        let (want, _) = p.run(&library, 1).unwrap_or_else(|e| panic!("{}: {e}", p.name));
+        // Whatever the order of threads.
+        for seed in 1..4 {
+            match p.run_launches(&library, std::slice::from_ref(launch), seed) {
+                Err(error) => println!("{what} {error}"),
+                Ok((outs, _)) if outs[0].bytes() != want[0].bytes() => println!("{what} another result"),
+                Ok(_) => missed.push(format!("{what}, seed {seed}")),
+            }
+        }
+    }
+    assert!(missed.is_empty(), "{} of {} went unnoticed: {missed:?}", missed.len(), damaged.len() * 3);
+}

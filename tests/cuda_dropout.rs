@@ -18,6 +18,8 @@ use dplan_ir::dropout::Draws;
 use dplan_ir::dtype::DType;
 use dplan_ir::optimizer::{DecayGroups, Hyper, StepScalars};
 use dplan_ir::program::Role;
+use dplan_kernels::cuda::Target;
+use dplan_kernels::cuda::arch::Arch;
 use dplan_kernels::shim::{self, Library};
 use recording::{Recorder, World};
 
@@ -26,6 +28,7 @@ const SEED: u64 = 5;
 const HYPER: Hyper = Hyper { lr: 0.01, beta1: 0.9, beta2: 0.95, eps: 1e-6, weight_decay: 0.1, momentum: 0.9, clip: 1.0 };
 
 /// An embedding and a residual block, both with dropout.
+const TARGET: Target = Target::of(Arch::Sm80);
 const MODEL: &str = r#"{
   "dplan": 1,
   "dims": { "b": "batch", "s": 6, "v": 19, "h": 24, "f": 16 },
@@ -57,13 +60,13 @@ fn gpus_drop_what_cpu_ranks_drop() {
         assert_eq!(file.program.micro_batches, 2);
         (pins, file.graph, file.program)
     });
-    let loaded = plans.iter().flat_map(|(_, graph, program)| (0..2).map(move |rank| load(graph, program, 0, rank, DecayGroups::All)));
+    let loaded = plans.iter().flat_map(|(_, graph, program)| (0..2).map(move |rank| load(graph, program, 0, rank, DecayGroups::All, TARGET)));
     let codes: Vec<_> = loaded.collect::<Result<_, _>>().unwrap_or_else(|e| panic!("{e}"));
     let actions = codes.iter().flat_map(|c| c.segments.iter().flatten());
     let launches = actions.flat_map(|(_, action)| action.routines()).flat_map(|r| &r.launches);
     let mut library = Library::compile(&scratch("cuda_dropout"), "kernels", launches).unwrap_or_else(|e| panic!("{e}"));
     for (pins, graph, program) in plans {
-        let world = World::new(library, program.ranks(), 7);
+        let world = World::new(library, TARGET, program.ranks(), 7);
         let drivers = (0..program.ranks()).map(|r| (r, Recorder::new(&world, r))).collect();
         let mut devices = Devices::new(graph.clone(), program.clone(), drivers, DecayGroups::All).unwrap_or_else(|e| panic!("{e}"));
         let feed = Feed::new(&graph, None, BATCH, SEED).unwrap();

@@ -25,6 +25,9 @@ use dplan_ir::dtype::DType;
 use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::{DecayGroups, StepScalars};
 use dplan_ir::program::{Program, Role};
+use dplan_kernels::cuda::arch::Arch;
+use dplan_kernels::cuda::product::TILES;
+use dplan_kernels::cuda::{Family, Target};
 use dplan_kernels::shim::{self, Library};
 use dplan_planner::lower;
 use explain::explain;
@@ -33,6 +36,8 @@ use oracle::Oracle;
 use recording::{Recorder, World};
 
 const SHAPE: Shape = Shape { dp: 2, tp: 2, pp: 2, zero: 1, micro: 2, sequence: true, ..Shape::ONE };
+/// Kernels that any GPU has.
+const ANY: Target = Target::of(Arch::Sm80);
 /// Norms and biases are not pulled, so that the optimizer has stretches.
 const DECAY: DecayGroups = DecayGroups::Matrices;
 
@@ -56,18 +61,19 @@ struct Model {
     graph: Graph,
     program: Program,
     codes: Vec<Code>,
+    target: Target,
 }
 
 impl Model {
-    fn new(name: &'static str, compute: DType, decay: DecayGroups) -> Option<Model> {
+    fn new(name: &'static str, compute: DType, decay: DecayGroups, target: Target) -> Option<Model> {
         let oracle = Oracle::open(name)?;
         let graph = oracle.graph(compute, SHAPE.dp * SHAPE.micro);
         let plan = megatron::plan(&graph, SHAPE, oracle.batch);
         let program = lower::lower(&graph, &plan).unwrap_or_else(|e| panic!("{e}"));
         let ranks = program.mesh.ranks();
-        let code = |r: u64| load(&graph, &program, (r / ranks) as usize, r % ranks, decay).unwrap_or_else(|e| panic!("{e}"));
+        let code = |r: u64| load(&graph, &program, (r / ranks) as usize, r % ranks, decay, target).unwrap_or_else(|e| panic!("{e}"));
         let codes = (0..program.ranks()).map(code).collect();
-        Some(Model { name, oracle, compute, graph, program, codes })
+        Some(Model { name, oracle, compute, graph, program, codes, target })
     }
     /// All kernels of some models as one library, in a folder of its own.
     fn compile(models: &[Model], test: &str) -> Library {
@@ -98,18 +104,18 @@ impl Model {
 }
 
 /// The oracles that there are to train; none, said aloud, without their files or a C++ compiler.
-fn models(of: &[(&'static str, DType)], decay: DecayGroups) -> Vec<Model> {
+fn models(of: &[(&'static str, DType)], decay: DecayGroups, target: Target) -> Vec<Model> {
     if shim::compiler().is_none() {
         eprintln!("SKIPPED: no C++ compiler (set CXX, or install g++)");
         return Vec::new();
     }
-    of.iter().filter_map(|(name, compute)| Model::new(name, *compute, decay)).collect()
+    of.iter().filter_map(|(name, compute)| Model::new(name, *compute, decay, target)).collect()
 }
 
 /// Trains a model on stand-ins, beside CPU ranks.
 fn train(model: &Model, library: Library, within: &Tolerance) -> Library {
     let name = model.name;
-    let world = World::new(library, model.program.ranks(), 7);
+    let world = World::new(library, model.target, model.program.ranks(), 7);
     let mut devices = model.devices(&world, within.decay).unwrap_or_else(|e| panic!("{e}"));
     let initial = model.weights();
     devices.load(Role::Param, |p| initial[p].clone()).unwrap();
@@ -163,7 +169,7 @@ const CLOSE: Tolerance = Tolerance { loss: 2e-2, norm: 5e-2, weights: 2e-2, step
 
 #[test]
 fn oracles_meet_pytorch() {
-    let models = models(&[("gpt2", DType::F32), ("llama", DType::F32), ("llama-tied", DType::F32), ("mixtral", DType::F32)], DecayGroups::All);
+    let models = models(&[("gpt2", DType::F32), ("llama", DType::F32), ("llama-tied", DType::F32), ("mixtral", DType::F32)], DecayGroups::All, ANY);
     if !models.is_empty() {
         let library = Model::compile(&models, "oracles");
         models.iter().fold(library, |library, model| train(model, library, &EXACT));
@@ -172,9 +178,33 @@ fn oracles_meet_pytorch() {
 
 #[test]
 fn llama_in_halves_comes_close_to_pytorch() {
-    let models = models(&[("llama", DType::Bf16)], DecayGroups::All);
+    let models = models(&[("llama", DType::Bf16)], DecayGroups::All, ANY);
     if let [model] = &models[..] {
         train(model, Model::compile(&models, "halves"), &CLOSE);
+    }
+}
+
+/// Every product that may be is one of warpgroups, however small.
+#[test]
+fn llama_on_hopper_comes_close_to_pytorch() {
+    const HOPPER: Target = Target { arch: Arch::Sm90a, tiles: TILES.split_at(2).0 };
+    let models = models(&[("llama", DType::Bf16)], DecayGroups::All, HOPPER);
+    if let [model] = &models[..] {
+        let launches = |c: &Code| {
+            c.segments
+                .iter()
+                .flatten()
+                .flat_map(|(_, a)| a.routines())
+                .flat_map(|r| &r.launches)
+                .filter(|l| l.family == Family::Gemm)
+                .map(|l| l.entry)
+                .collect::<Vec<_>>()
+        };
+        let products: Vec<&str> = model.codes.iter().flat_map(launches).collect();
+        let of_warpgroups = products.iter().filter(|e| **e == "dp_gemm_wgmma").count();
+        println!("{of_warpgroups} of {} products by warpgroups", products.len());
+        assert!(of_warpgroups * 10 >= products.len() * 9);
+        train(model, Model::compile(&models, "hopper"), &CLOSE);
     }
 }
 
@@ -182,7 +212,7 @@ fn llama_in_halves_comes_close_to_pytorch() {
 #[test]
 fn what_decay_does_not_pull_is_left_alone_and_failing_calls_end_a_run() {
     const PULL: f64 = 1e3;
-    let models = models(&[("gpt2", DType::F32)], DECAY);
+    let models = models(&[("gpt2", DType::F32)], DECAY, ANY);
     let [model] = &models[..] else { return };
     let stepped = |decay| {
         let mut session = model.session(decay);
@@ -201,7 +231,7 @@ fn failures(model: &Model, mut library: Library) {
     let mut fails = 0;
     let mut ended = 0;
     loop {
-        let world = World::new(library, model.program.ranks(), 11);
+        let world = World::new(library, model.target, model.program.ranks(), 11);
         world.borrow_mut().fails = Some(fails);
         let run = model.devices(&world, DECAY).and_then(|mut devices| {
             let all = devices.load(Role::Param, |p| initial[p].clone()).and_then(|()| devices.step(&scalars, &batch).map(drop));

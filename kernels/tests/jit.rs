@@ -8,7 +8,7 @@ use dplan_ir::order::Order;
 use dplan_ir::program::Write;
 use dplan_kernels::cuda::{Alignment, Launch};
 use dplan_kernels::jit::{self, Arch, Cache, Found, JitError, Nvrtc};
-use shim::{Case, TARGET, Random, letter, make, spec};
+use shim::{Case, Random, TARGET, letter, make, spec};
 use std::path::Path;
 use std::time::Instant;
 

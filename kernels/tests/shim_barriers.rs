@@ -8,7 +8,7 @@ use dplan_ir::order::Order;
 use dplan_ir::program::Write;
 use dplan_kernels::cuda::{Alignment, Launch};
 use dplan_kernels::shim::Library;
-use shim::{Case, TARGET, Prepared, Random, folder, letter, make, spec};
+use shim::{Case, Prepared, Random, TARGET, folder, letter, make, spec};
 
 fn case(op: Op, ins: &[usize], outs: &[usize], letters: Vec<(char, u64, u64, u64)>, dtype: DType) -> Case {
     let ranks = (ins.to_vec(), outs.to_vec());

@@ -8,7 +8,7 @@ use dplan_ir::order::Order;
 use dplan_ir::program::Write;
 use dplan_kernels::cuda::Alignment;
 use dplan_kernels::shim::Library;
-use shim::{Case, TARGET, Random, cpu, folder, make};
+use shim::{Case, Random, TARGET, cpu, folder, make};
 
 /// Label, start, length and logical size of each dim.
 type Block = Vec<(char, u64, u64, u64)>;
@@ -46,7 +46,18 @@ fn kernels_drop_what_cpu_ranks_drop() {
         for (dtype, write, alignment) in MODES {
             let (rank, rate) = (letters.len(), if dtype == DType::F32 { 0.1 } else { 0.5 });
             let ranks = (vec![rank], vec![rank]);
-            let case = Case { op: Op::Dropout { rate }, ranks, letters: letters.clone(), dtype, out: None, write, alignment, top_k: 0, order, target: TARGET };
+            let case = Case {
+                op: Op::Dropout { rate },
+                ranks,
+                letters: letters.clone(),
+                dtype,
+                out: None,
+                write,
+                alignment,
+                top_k: 0,
+                order,
+                target: TARGET,
+            };
             prepared.push((make(&case, &mut random), case));
         }
     }

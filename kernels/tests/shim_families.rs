@@ -8,7 +8,7 @@ use dplan_ir::order::Order;
 use dplan_ir::program::Write;
 use dplan_kernels::cuda::Alignment;
 use dplan_kernels::shim::Library;
-use shim::{Case, TARGET, Random, folder, letter, make};
+use shim::{Case, Random, TARGET, folder, letter, make};
 
 const CASES: u64 = 200;
 

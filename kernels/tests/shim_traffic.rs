@@ -10,7 +10,7 @@ use dplan_ir::order::Order;
 use dplan_ir::program::Write;
 use dplan_kernels::cuda::{Alignment, flat};
 use dplan_kernels::shim::{Library, Options};
-use shim::{Buffer, Case, TARGET, Random, folder, letter, make, step_scalars};
+use shim::{Buffer, Case, Random, TARGET, folder, letter, make, step_scalars};
 
 #[test]
 fn kernels_move_little_more_than_they_must() {

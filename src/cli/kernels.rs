@@ -11,7 +11,7 @@ use std::time::Instant;
 use anyhow::{Context, anyhow};
 use dplan_ir::init;
 use dplan_ir::optimizer::DecayGroups;
-use dplan_kernels::cuda::Launch;
+use dplan_kernels::cuda::{Launch, Target};
 use dplan_kernels::jit::{self, Arch, Cache, Found, Nvrtc};
 use serde_json::json;
 
@@ -51,7 +51,7 @@ struct Row {
 
 pub fn run(args: Args) -> Result<Outcome> {
     let file = PlanFile::read(&args.plan)?;
-    let rows = rows(&file).map_err(|e| anyhow!("{}: {e}", args.plan.display()))?;
+    let rows = rows(&file, args.arch).map_err(|e| anyhow!("{}: {e}", args.plan.display()))?;
     let nvrtc = Nvrtc::open().map_err(Failure::fault)?;
     let cache = Cache::standard();
     if let Some(folder) = &args.output {
@@ -118,12 +118,12 @@ pub fn run(args: Args) -> Result<Outcome> {
 }
 
 /// The kernels of a plan by name.
-fn rows(file: &PlanFile) -> std::result::Result<BTreeMap<String, Row>, crate::runtime::RuntimeError> {
+fn rows(file: &PlanFile, arch: Arch) -> std::result::Result<BTreeMap<String, Row>, crate::runtime::RuntimeError> {
     let mut rows: BTreeMap<String, Row> = BTreeMap::new();
     for stage in 0..file.program.stages.len() {
         let mut uses: BTreeMap<String, u64> = BTreeMap::new();
         for local_rank in 0..file.program.mesh.ranks() {
-            let code = load(&file.graph, &file.program, stage, local_rank, DecayGroups::All)?;
+            let code = load(&file.graph, &file.program, stage, local_rank, DecayGroups::All, Target::of(arch))?;
             let mut of_rank: BTreeMap<String, u64> = BTreeMap::new();
             for routine in code.segments.iter().flatten().flat_map(|(_, a)| a.routines()) {
                 let threads = |l: &Launch| u64::from(l.grid) * u64::from(l.threads);

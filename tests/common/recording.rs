@@ -13,7 +13,7 @@ use dplan::runtime::cuda::load::{Primitive, Reduction};
 use dplan::safetensors::{decode, encode};
 use dplan_ir::dtype::DType;
 use dplan_ir::splitmix;
-use dplan_kernels::cuda::Launch;
+use dplan_kernels::cuda::{Launch, Target};
 use dplan_kernels::shim::{Library, Operand};
 
 /// A call that was made; streams and events by the order in which the rank made them.
@@ -76,6 +76,8 @@ pub enum Call {
 /// All devices of a job.
 pub struct World {
     kernels: Library,
+    /// What its devices say that they are.
+    target: Target,
     devices: Vec<Device>,
     groups: Vec<Group>,
     random: u64,
@@ -145,10 +147,19 @@ enum Op {
 }
 
 impl World {
-    pub fn new(library: Library, ranks: u64, seed: u64) -> Rc<RefCell<World>> {
+    pub fn new(library: Library, target: Target, ranks: u64, seed: u64) -> Rc<RefCell<World>> {
         let devices = (0..ranks).map(|_| Device::default()).collect();
-        let world =
-            World { kernels: library, devices, groups: Vec::new(), random: seed, launched: 0, calls: 0, fails: None, after_failure: Vec::new() };
+        let world = World {
+            kernels: library,
+            target,
+            devices,
+            groups: Vec::new(),
+            random: seed,
+            launched: 0,
+            calls: 0,
+            fails: None,
+            after_failure: Vec::new(),
+        };
         Rc::new(RefCell::new(world))
     }
     pub fn take_log(&mut self, rank: u64) -> Vec<Call> {
@@ -230,10 +241,14 @@ impl World {
                 let operand = |v: &Value| match *v {
                     Value::Int(i) => Operand::Int(i),
                     Value::Memory { at, bytes, access } => Operand::Memory { base: at.0 as *mut u8, bytes, writable: access == Access::Write },
+                    Value::Tensor { at, bytes, map } => {
+                        assert!(map.bytes() <= bytes, "rank {rank}: {map:?} in {bytes} bytes");
+                        Operand::Tensor { base: at.0 as *mut u8, bytes, map }
+                    }
                 };
                 let operands: Vec<Operand> = values.iter().map(operand).collect();
                 values.iter().for_each(|v| {
-                    if let Value::Memory { at, bytes, .. } = v {
+                    if let Value::Memory { at, bytes, .. } | Value::Tensor { at, bytes, .. } = v {
                         self.inside(rank, at.0, *bytes);
                     }
                 });
@@ -396,6 +411,10 @@ impl Recorder {
 }
 
 impl Driver for Recorder {
+    fn target(&self) -> Target {
+        self.world.borrow().target
+    }
+
     fn allocate(&mut self, bytes: u64) -> Result<Address, DriverError> {
         self.call(Call::Take("memory"), "cuMemAlloc")?;
         let words = vec![0xff; bytes as usize + 256];

@@ -244,9 +244,17 @@ impl Library {
 /// An argument of one launch.
 #[derive(Clone, Copy, Debug)]
 pub enum Operand {
-    Memory { base: *mut u8, bytes: u64, writable: bool },
+    Memory {
+        base: *mut u8,
+        bytes: u64,
+        writable: bool,
+    },
     /// Memory that the copy engine reads.
-    Tensor { base: *mut u8, bytes: u64, map: TensorMap },
+    Tensor {
+        base: *mut u8,
+        bytes: u64,
+        map: TensorMap,
+    },
     Int(i64),
 }
 

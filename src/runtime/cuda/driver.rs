@@ -5,7 +5,7 @@
 //! calls in the same order. After a call has failed, only calls that give something back are made.
 
 use dplan_ir::dtype::DType;
-use dplan_kernels::cuda::Launch;
+use dplan_kernels::cuda::{Launch, Target, TensorMap};
 
 use super::load::Primitive;
 
@@ -54,6 +54,12 @@ pub enum Value {
         bytes: u64,
         access: Access,
     },
+    /// Memory from here on that the device's copy engine reads, described to it.
+    Tensor {
+        at: Address,
+        bytes: u64,
+        map: TensorMap,
+    },
     Int(i64),
 }
 
@@ -87,6 +93,9 @@ pub struct Exchange {
 
 /// One rank's device. Implementations give everything back that was not, when they are dropped.
 pub trait Driver {
+    /// What kernels must be for.
+    fn target(&self) -> Target;
+
     /// Device memory whose first byte is at a multiple of 256.
     ///
     /// # Errors

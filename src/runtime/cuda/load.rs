@@ -10,7 +10,7 @@ use dplan_ir::optimizer::{DecayGroups, decays};
 use dplan_ir::program::{Instr, Pattern, Program, Stream};
 use dplan_ir::sharding::Monoid;
 use dplan_kernels::cuda::flat::{self, Way};
-use dplan_kernels::cuda::{Alignment, Descriptor, Routine, prepare};
+use dplan_kernels::cuda::{Alignment, Descriptor, Routine, Target, prepare};
 
 use super::groups::{Family, families};
 use crate::runtime::RuntimeError;
@@ -108,12 +108,12 @@ pub struct Code {
     pub working: [u64; Stream::ALL.len()],
 }
 
-/// Makes the program of one rank ready. `decay`: which parameters weight decay pulls.
+/// Makes the program of one rank ready, with kernels for `target`. `decay`: which parameters weight decay pulls.
 ///
 /// # Errors
 /// What in the program no kernel and no collective does.
-pub fn load(graph: &Graph, program: &Program, stage: usize, local_rank: u64, decay: DecayGroups) -> Result<Code, RuntimeError> {
-    let of = Of { view: View { graph, program, stage, local_rank }, decays: decays(graph, decay), families: families(program) };
+pub fn load(graph: &Graph, program: &Program, stage: usize, local_rank: u64, decay: DecayGroups, target: Target) -> Result<Code, RuntimeError> {
+    let of = Of { view: View { graph, program, stage, local_rank }, decays: decays(graph, decay), families: families(program), target };
     let rank = stage as u64 * program.mesh.ranks() + local_rank;
     let (mut segments, mut working) = (Vec::new(), [0; Stream::ALL.len()]);
     for (id, segment) in program.stages[stage].segments.iter() {
@@ -130,11 +130,12 @@ pub fn load(graph: &Graph, program: &Program, stage: usize, local_rank: u64, dec
     Ok(Code { rank, stage, local_rank, families: of.families, segments, working })
 }
 
-/// Whose actions are made, which parameters weight decay pulls, and how ranks meet.
+/// Whose actions are made, which parameters weight decay pulls, how ranks meet, and what kernels are for.
 struct Of<'a> {
     view: View<'a>,
     decays: Table<ParamId, bool>,
     families: Vec<Family>,
+    target: Target,
 }
 
 fn place_of(program: &Program, stage: usize, segment: SegmentId, at: usize) -> String {
@@ -185,6 +186,7 @@ fn action(of: &Of<'_>, instr: &Instr) -> Result<Action, String> {
                 outs: &local.outs,
                 write: *write,
                 alignment: alignment(&[&ins[..], &outs[..]].concat()),
+                target: of.target,
             };
             run(prepare(&d).map_err(|e| e.to_string())?, ins, outs)
         }

@@ -78,7 +78,7 @@ impl<D: Driver> Rank<D> {
     /// What in the program no kernel does, and what the device refuses.
     pub fn new(mut driver: D, graph: &Graph, program: &Program, rank: u64, decay: DecayGroups) -> Result<Rank<D>, RuntimeError> {
         let ranks = program.mesh.ranks();
-        let code = load(graph, program, (rank / ranks) as usize, rank % ranks, decay)?;
+        let code = load(graph, program, (rank / ranks) as usize, rank % ranks, decay, driver.target())?;
         let mut taken = Vec::new();
         let made = prepare(&mut driver, program, rank, &code, &mut taken);
         let mut this = Rank { driver, code, held: Held::default(), taken, failed: made.is_err() };
@@ -419,6 +419,10 @@ impl<D: Driver> Calls<'_, D> {
                 Ok(match *arg {
                     Arg::In(i) => ins[i],
                     Arg::Out(i) => outs[i],
+                    Arg::Tensor(i, map) => match ins[i] {
+                        Value::Memory { at, bytes, .. } => Value::Tensor { at, bytes, map },
+                        other @ (Value::Tensor { .. } | Value::Int(_)) => other,
+                    },
                     Arg::Aux(at) => {
                         let place = self.working(on)?.plus(skip.next_multiple_of(256) + at);
                         Value::Memory { at: place, bytes: routine.aux - at, access: Access::Write }

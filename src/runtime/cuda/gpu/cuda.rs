@@ -45,6 +45,7 @@ functions! {
         module_function = "cuModuleGetFunction"(*mut Handle, Handle, *const c_char),
         function_set = "cuFuncSetAttribute"(Handle, c_int, c_int),
         launch = "cuLaunchKernel"(Handle, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Handle, *mut *mut c_void, *mut *mut c_void),
+        encode_tensor = "cuTensorMapEncodeTiled"(*mut Tensor, c_int, c_uint, *mut c_void, *const u64, *const u64, *const c_uint, *const c_uint, c_int, c_int, c_int, c_int),
         copy_in = "cuMemcpyHtoDAsync_v2"(u64, *const c_void, usize, Handle),
         copy_out = "cuMemcpyDtoHAsync_v2"(*mut c_void, u64, usize, Handle),
         copy_rows = "cuMemcpy2DAsync_v2"(*const Copy2D, Handle),
@@ -52,6 +53,18 @@ functions! {
         error_name = "cuGetErrorName"(c_int, *mut *const c_char),
     }
 }
+
+/// `CUtensorMap`: what the copy engine takes for a tensor. Its bits are the driver's business.
+#[repr(C, align(64))]
+#[derive(Clone, Copy)]
+pub struct Tensor(pub [u64; 16]);
+
+/// Numbers of `CUtensorMapDataType` and the enums after it.
+pub const ELEMENTS_OF_16_BITS: c_int = 1;
+pub const NOT_INTERLEAVED: c_int = 0;
+pub const SWIZZLED_BY_128_BYTES: c_int = 3;
+pub const PROMOTED_TO_256_BYTES: c_int = 3;
+pub const ZERO_OUTSIDE: c_int = 0;
 
 /// `CUDA_MEMCPY2D`.
 #[repr(C)]

@@ -12,10 +12,10 @@ use std::ffi::{CStr, CString, c_int, c_void};
 use std::ptr::null_mut;
 use std::time::{Duration, Instant};
 
-use dplan_kernels::cuda::Launch;
+use dplan_kernels::cuda::{Launch, Target, TensorMap};
 use dplan_kernels::jit::{self, Arch, Cache, Nvrtc};
 
-use self::cuda::{Copy2D, Cuda, Handle};
+use self::cuda::{Copy2D, Cuda, Handle, Tensor};
 use self::nccl::{Config, Nccl, UniqueId};
 use super::driver::{Address, Communicator, Driver, DriverError, Event, Exchange, Kernel, Pinned, Queue, Rows, Value};
 use super::load::Primitive;
@@ -143,6 +143,29 @@ impl Gpu {
         }
         Ok(function)
     }
+    /// A tensor in memory as a kernel takes it.
+    fn encode(&self, at: Address, map: TensorMap) -> Result<Tensor, DriverError> {
+        let (mut tensor, steps) = (Tensor([0; 16]), [1; 3]);
+        // SAFETY: all arrays are as long as the rank asks, or one less; they are read, and the tensor written, before the call returns.
+        let status = unsafe {
+            (self.cuda.encode_tensor)(
+                &raw mut tensor,
+                cuda::ELEMENTS_OF_16_BITS,
+                map.dims.len() as u32,
+                at.0 as *mut c_void,
+                map.dims.as_ptr(),
+                map.pitches.as_ptr(),
+                TensorMap::BOX.as_ptr(),
+                steps.as_ptr(),
+                cuda::NOT_INTERLEAVED,
+                cuda::SWIZZLED_BY_128_BYTES,
+                cuda::PROMOTED_TO_256_BYTES,
+                cuda::ZERO_OUTSIDE,
+            )
+        };
+        self.ask("cuTensorMapEncodeTiled", status).map_err(|e| DriverError { why: format!("{} ({map:?} at {:#x})", e.why, at.0), ..e })?;
+        Ok(tensor)
+    }
     fn host(&self, memory: Pinned, offset: u64) -> *mut c_void {
         // The address is the handle.
         (memory.0 + offset) as *mut c_void
@@ -193,6 +216,10 @@ impl World {
 }
 
 impl Driver for Gpu {
+    fn target(&self) -> Target {
+        Target::of(self.arch)
+    }
+
     fn allocate(&mut self, bytes: u64) -> Result<Address, DriverError> {
         let mut at = 0;
         // SAFETY: an address to write to.
@@ -280,14 +307,16 @@ impl Driver for Gpu {
         self.ask("cuModuleUnload", unsafe { (self.cuda.module_unload)(module) })
     }
     fn launch(&mut self, kernel: Kernel, launch: &Launch, args: &[Value], stream: Queue) -> Result<(), DriverError> {
-        // Pointers and integers of kernels have eight bytes each.
-        let mut values: Vec<u64> = args
-            .iter()
-            .map(|a| match *a {
-                Value::Memory { at, .. } => at.0,
-                Value::Int(i) => i as u64,
-            })
-            .collect();
+        // Pointers and integers of kernels have eight bytes each, tensors as many as CUDA says.
+        let mut values: Vec<Tensor> = Vec::with_capacity(args.len());
+        for arg in args {
+            let word = |word: u64| Tensor(std::array::from_fn(|i| if i == 0 { word } else { 0 }));
+            values.push(match *arg {
+                Value::Memory { at, .. } => word(at.0),
+                Value::Int(i) => word(i as u64),
+                Value::Tensor { at, map, .. } => self.encode(at, map)?,
+            });
+        }
         let mut pointers: Vec<*mut c_void> = values.iter_mut().map(|v| std::ptr::from_mut(v).cast()).collect();
         let function = self.kernels[kernel.0 as usize].1;
         // SAFETY: the kernel takes as many arguments as its launch lists; they are copied before the call returns.

@@ -4,12 +4,12 @@ mod common;
 
 use std::time::Duration;
 
-use dplan::runtime::cuda::driver::{Access, Address, Driver, Exchange, Pinned, Rows, Value};
+use dplan::runtime::cuda::driver::{Access, Address, Driver, Exchange, Pinned, Queue, Rows, Value};
 use dplan::runtime::cuda::gpu::{AbsentError, Gpu, nccl::UniqueId, unique_id};
 use dplan::runtime::cuda::load::{Primitive, Reduction};
 use dplan_ir::dtype::DType;
 use dplan_ir::optimizer::{Hyper, StepScalars};
-use dplan_kernels::cuda::{Launch, flat, scalars};
+use dplan_kernels::cuda::{Family, Launch, TensorMap, flat, scalars};
 use dplan_kernels::shim;
 use libloading::Library;
 
@@ -109,6 +109,7 @@ fn drive(gpu: &mut Gpu) {
     assert_eq!(read(gpu, 512), (1.0 / (4.0 + 1e-6)) as f32);
     gpu.unload(of_large).unwrap();
     assert!(gpu.load(&too_large).is_err());
+    gives_tensors(gpu, device, pinned, stream);
     // Rows: the second of each pair of bytes.
     let bytes: Vec<u8> = (0..16).collect();
     gpu.pinned(pinned)[..16].copy_from_slice(&bytes);
@@ -138,4 +139,27 @@ fn drive(gpu: &mut Gpu) {
     gpu.destroy_stream(stream).unwrap();
     gpu.unpin(pinned).unwrap();
     gpu.free(device).unwrap();
+}
+
+/// A kernel gets a tensor as the driver encodes it: where it lies and how.
+fn gives_tensors(gpu: &mut Gpu, device: Address, pinned: Pinned, stream: Queue) {
+    let map = TensorMap::new([40, 3, 2], [48, 160]).unwrap();
+    assert_eq!(map, TensorMap { dims: [40, 3, 2], pitches: [96, 320] });
+    assert_eq!(map.bytes(), 80 + 2 * 96 + 320);
+    for (dims, steps) in [([40, 3, 1], [44, 0]), ([40, 0, 1], [48, 0]), ([1 << 31, 3, 1], [48, 0]), ([40, 3, 2], [48, 0])] {
+        assert_eq!(TensorMap::new(dims, steps), None, "{dims:?} {steps:?}");
+    }
+    let text = "constexpr int THREADS = 32;\nDP_KERNEL(dp_tensor)(DP_TENSOR(t), DP_OUT(u64) out) {}\n".to_string();
+    let launch = Launch { family: Family::Gemm, entry: "dp_tensor", text, grid: 1, threads: 32, shared: 0, args: Vec::new() };
+    let kernel = gpu.load(&launch).unwrap();
+    let tensor = |at: Address| Value::Tensor { at, bytes: map.bytes(), map };
+    let out = Value::Memory { at: device.plus(1024), bytes: 48, access: Access::Write };
+    gpu.launch(kernel, &launch, &[tensor(device.plus(32)), out], stream).unwrap();
+    gpu.copy_out(pinned, 0, device.plus(1024), 48, stream).unwrap();
+    gpu.synchronise().unwrap();
+    let words: Vec<u64> = gpu.pinned(pinned)[..48].chunks(8).map(|c| u64::from_le_bytes(c.try_into().unwrap())).collect();
+    assert_eq!(words, [device.0 + 32, 40, 3, 2, 96, 320]);
+    let error = gpu.launch(kernel, &launch, &[tensor(device.plus(8)), out], stream).unwrap_err().to_string();
+    assert!(error.starts_with("cuTensorMapEncodeTiled: ") && error.contains("[40, 3, 2]"), "{error}");
+    gpu.unload(kernel).unwrap();
 }

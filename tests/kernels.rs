@@ -37,6 +37,10 @@ fn kernels(model: &std::path::Path, cluster: &str, pins: &str, arch: &str) -> Ve
     for instruction in ["mma.sync.aligned.m16n8k16.row.col.f32.bf16", "cp.async.cg.shared.global", "ldmatrix.sync.aligned.m8n8.x4.trans"] {
         assert!(ptx.contains(instruction), "no {instruction}");
     }
+    // Hopper's are on Hopper alone.
+    for instruction in ["wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16", "cp.async.bulk.tensor.3d.shared::cluster.global"] {
+        assert_eq!(ptx.contains(instruction), arch == "sm_90a", "{instruction} for {arch}");
+    }
     rows
 }
 

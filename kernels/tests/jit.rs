@@ -6,7 +6,8 @@ use dplan_ir::dtype::DType;
 use dplan_ir::op::{Attention, Mask, Op, Renormalize, Rope, Rotation, Router};
 use dplan_ir::order::Order;
 use dplan_ir::program::Write;
-use dplan_kernels::cuda::{Alignment, Launch};
+use dplan_kernels::cuda::product::TILES;
+use dplan_kernels::cuda::{Alignment, Launch, Target};
 use dplan_kernels::jit::{self, Arch, Cache, Found, JitError, Nvrtc};
 use shim::{Case, Random, TARGET, letter, make, spec};
 use std::path::Path;
@@ -131,6 +132,64 @@ fn kernels_fit_sm_100() {
 #[test]
 fn kernels_in_f32_fit() {
     all_fit(Arch::Sm80, DType::F32);
+}
+
+/// Products by warpgroups: every transposition, experts' rows, both tiles, sums added to and results that take one element at a time.
+fn warpgroups() -> Vec<Launch> {
+    let letters = |f| vec![letter('b', 1), letter('s', 64), letter('e', 4), letter('h', 64), letter('f', f)];
+    let products = [("bsh", "fh", "bsf"), ("bsf", "fh", "bsh"), ("bsf", "bsh", "fh"), ("hs", "fh", "sf")];
+    let plain = products.map(|(a, b, c)| case(Op::Einsum(spec(a, b, c)), &[a.len(), b.len()], &[c.len()], letters(64), DType::Bf16));
+    let odd = case(Op::Einsum(spec("bsh", "fh", "bsf")), &[3, 2], &[3], letters(63), DType::F16);
+    let sum = Case { out: Some(DType::F32), write: Write::Add, ..case(Op::Einsum(spec("bsf", "bsh", "fh")), &[3, 3], &[2], letters(64), DType::F16) };
+    let experts = case(Op::ExpertEinsum(spec("bseh", "efh", "bsef")), &[4, 3, 3], &[4], letters(64), DType::Bf16);
+    let mut random = Random(4);
+    let mut all = Vec::new();
+    for case in plain.into_iter().chain([odd, sum, experts]) {
+        for tiles in [TILES.split_at(1).0, TILES.split_at(2).0.split_at(1).1] {
+            let routine = make(&Case { target: Target { arch: Arch::Sm90a, tiles }, ..case.clone() }, &mut random).routine;
+            all.extend(routine.launches.into_iter().filter(|l| l.entry == "dp_gemm_wgmma"));
+        }
+    }
+    all
+}
+
+/// How often the first twelve bits of an instruction are these, in the machine code of a cubin.
+fn instructions(cubin: &[u8], opcode: u64) -> usize {
+    let word = |at: usize| u64::from_le_bytes(cubin[at..at + 8].try_into().unwrap());
+    let half = |at: usize| usize::from(u16::from_le_bytes(cubin[at..at + 2].try_into().unwrap()));
+    let (headers, count) = (word(0x28) as usize, half(0x3c));
+    let sections = (0..count).map(|i| headers + i * 64);
+    // Sections with instructions; one takes sixteen bytes.
+    let code = sections.filter(|&at| word(at + 8) & 4 != 0).flat_map(|at| {
+        let (from, bytes) = (word(at + 24) as usize, word(at + 32) as usize);
+        (from..from + bytes).step_by(16)
+    });
+    code.filter(|&at| word(at) & 0xfff == opcode).count()
+}
+
+#[test]
+fn products_by_warpgroups_fit() {
+    let Some(nvrtc) = nvrtc() else { return };
+    let cache = cache("jit_warpgroups");
+    let all = warpgroups();
+    assert_eq!(all.len(), 14);
+    for launch in all {
+        let begin = Instant::now();
+        let (made, _) = cache.compile(&nvrtc, &jit::text(&launch), Arch::Sm90a).unwrap_or_else(|e| panic!("{e}"));
+        let usage = made.usage(launch.entry).unwrap_or_else(|| panic!("no report in\n{}", made.log));
+        println!("{usage:?} {} threads, {} bytes shared, {:?}", launch.threads, launch.shared, begin.elapsed());
+        let limits = Arch::Sm90a.limits();
+        assert_eq!((usage.spill_bytes, usage.stack_bytes), (0, 0), "{}", launch.text);
+        assert!(usage.registers * u64::from(launch.threads) <= limits.registers && u64::from(launch.shared) <= limits.block_shared, "{usage:?}");
+        // Where registers of products under way are touched, the assembler waits for each product, and says so.
+        assert!(!made.log.to_lowercase().contains("serializ"), "{}", made.log);
+        // What the text asks for, in PTX and in machine code: HGMMA and UTMALDG.
+        for (name, opcode) in [("wgmma.mma_async.sync.aligned.m64n", 0x9f0), ("cp.async.bulk.tensor.3d", 0x5b4)] {
+            let written = made.ptx.matches(name).count();
+            assert!(written >= 4, "{written} of {name}");
+            assert_eq!(instructions(&made.cubin, opcode), written, "{name}");
+        }
+    }
 }
 
 #[test]

@@ -1,4 +1,4 @@
-// A stand-in for libcuda and libnccl with one device whose memory is the host's and whose streams do at once what they are given. It knows one kernel, `dp_clip`. It checks
+// A stand-in for libcuda and libnccl with one device whose memory is the host's and whose streams do at once what they are given. It knows two kernels, `dp_clip`, and `dp_tensor`, which writes down a tensor that it was given. It checks
 // what C cannot: sizes of structures, alignment, and that what is given back was taken. A kernel gets 48 KiB of shared memory, or what was asked for it, and the device has
 // 99 KiB. Whoever is in color 13 of a split waits for somebody who never comes.
 #include <cmath>
@@ -72,8 +72,28 @@ API int cuFuncSetAttribute(void* f, int what, int value) {
     ((std::pair<const std::string, int>*)f)->second = value;
     return 0;
 }
+// A tensor holds what it was made of, and the sum of that.
+API int cuTensorMapEncodeTiled(uint64_t* tensor, int type, unsigned rank, void* at, const uint64_t* dims, const uint64_t* pitches, const unsigned* box,
+                               const unsigned* steps, int interleave, int swizzle, int promotion, int outside) {
+    if (uint64_t(tensor) % 64 || type != 1 || rank != 3 || uint64_t(at) % 16 || interleave != 0 || swizzle != 3 || promotion != 3 || outside != 0) return 1;
+    uint64_t sum = 0, what[6] = {uint64_t(at), dims[0], dims[1], dims[2], pitches[0], pitches[1]};
+    for (int i = 0; i < 3; i++)
+        if (dims[i] == 0 || dims[i] > uint64_t(1) << 32 || box[i] == 0 || box[i] > 256 || steps[i] != 1) return 1;
+    for (int i = 0; i < 2; i++)
+        if (pitches[i] % 16 || pitches[i] >= uint64_t(1) << 40) return 1;
+    if (box[0] * 2 > 128) return 1;
+    for (int i = 0; i < 6; i++) tensor[i] = what[i], sum += what[i];
+    tensor[15] = sum;
+    return 0;
+}
 API int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void* s, void** args, void** extra) {
     auto& [name, most] = *(std::pair<const std::string, int>*)f;
+    if (name == "dp_tensor") {
+        const uint64_t* tensor = (const uint64_t*)args[0];
+        uint64_t sum = 0, *to = *(uint64_t**)args[1];
+        for (int i = 0; i < 6; i++) sum += to[i] = tensor[i];
+        return uint64_t(tensor) % 64 || sum != tensor[15];
+    }
     if (name != "dp_clip" || int(shared) > most || extra || !live.count(s) || gx * gy * gz != 1 || bx != 32 || by * bz != 1) return 1;
     const float* squares = *(const float**)args[0];
     float* out = *(float**)args[1];

@@ -46,6 +46,7 @@ impl Random {
 pub const TARGET: Target = Target::of(Arch::Sm80);
 
 /// `letters`: label, start, length and logical size of each factor.
+#[derive(Clone)]
 pub struct Case {
     pub op: Op,
     pub ranks: (Vec<usize>, Vec<usize>),

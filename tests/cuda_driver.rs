@@ -110,6 +110,7 @@ fn drive(gpu: &mut Gpu) {
     gpu.unload(of_large).unwrap();
     assert!(gpu.load(&too_large).is_err());
     gives_tensors(gpu, device, pinned, stream);
+    replays(gpu, device, pinned, stream);
     // Rows: the second of each pair of bytes.
     let bytes: Vec<u8> = (0..16).collect();
     gpu.pinned(pinned)[..16].copy_from_slice(&bytes);
@@ -139,6 +140,24 @@ fn drive(gpu: &mut Gpu) {
     gpu.destroy_stream(stream).unwrap();
     gpu.unpin(pinned).unwrap();
     gpu.free(device).unwrap();
+}
+
+/// What is captured is done when it is replayed, as often as that is.
+fn replays(gpu: &mut Gpu, device: Address, pinned: Pinned, stream: Queue) {
+    gpu.pinned(pinned)[..2].copy_from_slice(&[1, 2]);
+    gpu.begin_capture(stream).unwrap();
+    assert_eq!(gpu.begin_capture(stream).unwrap_err().call, "cuStreamBeginCapture");
+    gpu.copy_in(device, pinned, 0, 1, stream).unwrap();
+    gpu.copy_out(pinned, 1, device, 1, stream).unwrap();
+    let graph = gpu.end_capture(stream).unwrap();
+    assert_eq!(gpu.pinned(pinned)[..2], [1, 2], "nothing is done before");
+    for first in [3, 4] {
+        gpu.pinned(pinned)[0] = first;
+        gpu.replay(graph, stream).unwrap();
+        gpu.synchronise().unwrap();
+        assert_eq!(gpu.pinned(pinned)[..2], [first; 2]);
+    }
+    gpu.discard(graph).unwrap();
 }
 
 /// A kernel gets a tensor as the driver encodes it: where it lies and how.

@@ -33,7 +33,7 @@ use dplan_planner::lower;
 use explain::explain;
 use megatron::Shape;
 use oracle::Oracle;
-use recording::{Recorder, World};
+use recording::{Call, Recorder, World};
 
 const SHAPE: Shape = Shape { dp: 2, tp: 2, pp: 2, zero: 1, micro: 2, sequence: true, ..Shape::ONE };
 /// Kernels that any GPU has.
@@ -129,7 +129,9 @@ fn train(model: &Model, library: Library, within: &Tolerance) -> Library {
         for (rank, code) in model.codes.iter().enumerate() {
             let log = world.borrow_mut().take_log(rank as u64);
             calls += log.len();
-            explain(&model.program, code, &log).unwrap_or_else(|e| panic!("{name} rank {rank}: {e}"));
+            if let Some(log) = as_issued(log, step) {
+                explain(&model.program, code, &log).unwrap_or_else(|e| panic!("{name} rank {rank}: {e}"));
+            }
         }
         let (want, want_norm) = model.oracle.step(step);
         let (loss, norm) = (result.loss, result.grad_norm.unwrap_or(f64::NAN));
@@ -151,6 +153,19 @@ fn train(model: &Model, library: Library, within: &Tolerance) -> Library {
     world.into_library()
 }
 
+/// A step's calls as they are made one by one: the second step captures them, and replays them as all later ones do.
+fn as_issued(log: Vec<Call>, step: u64) -> Option<Vec<Call>> {
+    const REPLAYED: [Call; 2] = [Call::Replay { stream: 0 }, Call::Synchronise];
+    match (step, &log[..]) {
+        (0, _) => Some(log),
+        (1, [Call::BeginCapture, calls @ .., Call::EndCapture, Call::Replay { stream: 0 }, Call::Synchronise]) => {
+            Some([calls, &[Call::Synchronise]].concat())
+        }
+        (2.., calls) if calls == REPLAYED => None,
+        _ => panic!("step {step}: {log:?}"),
+    }
+}
+
 /// Tensors and batches of the wrong size are told, and change nothing.
 fn refuses_what_does_not_fit(devices: &mut Devices<Recorder>, model: &Model) {
     let mut short = model.weights();
@@ -165,7 +180,7 @@ fn refuses_what_does_not_fit(devices: &mut Devices<Recorder>, model: &Model) {
 
 /// As CPU ranks must, two steps of them.
 const EXACT: Tolerance = Tolerance { loss: 1e-5, norm: 5e-5, weights: 3e-4, steps: 2, decay: DecayGroups::All, pull: 1.0 };
-const CLOSE: Tolerance = Tolerance { loss: 2e-2, norm: 5e-2, weights: 2e-2, steps: 2, decay: DecayGroups::All, pull: 1.0 };
+const CLOSE: Tolerance = Tolerance { loss: 2e-2, norm: 5e-2, weights: 2e-2, steps: 3, decay: DecayGroups::All, pull: 1.0 };
 
 #[test]
 fn oracles_meet_pytorch() {

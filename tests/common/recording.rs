@@ -8,7 +8,9 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::rc::Rc;
 
-use dplan::runtime::cuda::driver::{Access, Address, Communicator, Driver, DriverError, Event, Exchange, Kernel, Pinned, Queue, Rows, Value};
+use dplan::runtime::cuda::driver::{
+    Access, Address, Captured, Communicator, Driver, DriverError, Event, Exchange, Kernel, Pinned, Queue, Rows, Value,
+};
 use dplan::runtime::cuda::load::{Primitive, Reduction};
 use dplan::safetensors::{decode, encode};
 use dplan_ir::dtype::DType;
@@ -70,6 +72,11 @@ pub enum Call {
         bytes: u64,
         stream: usize,
     },
+    BeginCapture,
+    EndCapture,
+    Replay {
+        stream: usize,
+    },
     Synchronise,
 }
 
@@ -101,6 +108,8 @@ struct Device {
     events: Vec<Option<(u64, u64)>>,
     kernels: Vec<Option<Launch>>,
     communicators: Vec<usize>,
+    capture: Option<Capture>,
+    graphs: Vec<Option<Vec<(usize, Op)>>>,
 }
 
 impl Device {
@@ -108,6 +117,38 @@ impl Device {
         let held = self.communicators.len();
         self.communicators.retain(|&c| c != communicator.0 as usize);
         assert_eq!(self.communicators.len() + 1, held, "ended twice");
+    }
+}
+
+/// Work that is being recorded, stream by stream, from one stream on.
+#[derive(Debug)]
+struct Capture {
+    origin: usize,
+    work: Vec<(usize, Op)>,
+}
+
+impl Capture {
+    /// Takes work as CUDA does: of the stream where it began, and of those that wait for events recorded since.
+    fn take(&mut self, stream: usize, op: Op) {
+        let recorded = |event: usize| self.work.iter().any(|(_, op)| matches!(op, Op::Record { event: e, .. } if *e == event));
+        if let Op::Wait { event, .. } = op {
+            assert!(recorded(event), "stream {stream} waits for event {event}, which was recorded before the capture");
+        } else {
+            let joined = stream == self.origin || self.work.iter().any(|(s, op)| *s == stream && matches!(op, Op::Wait { .. }));
+            assert!(joined, "stream {stream} takes no part in the capture");
+        }
+        self.work.push((stream, op));
+    }
+    /// The work, if the first stream waits for the last of every other.
+    fn end(self) -> Vec<(usize, Op)> {
+        for (at, (stream, op)) in self.work.iter().enumerate() {
+            let last = *stream != self.origin && self.work[at + 1..].iter().all(|(s, _)| s != stream);
+            let waited =
+                |event: usize| self.work[at..].iter().any(|(s, op)| *s == self.origin && matches!(op, Op::Wait { event: e, .. } if *e == event));
+            let joined = matches!(op, Op::Record { event, .. } if waited(*event));
+            assert!(!last || joined, "stream {stream} was not waited for by the end of the capture");
+        }
+        self.work
     }
 }
 
@@ -176,6 +217,7 @@ impl World {
                 ("events", d.events.iter().flatten().count()),
                 ("kernels", d.kernels.iter().flatten().count()),
                 ("communicators", d.communicators.len()),
+                ("graphs", d.graphs.iter().flatten().count()),
             ];
             leaks.extend(left.iter().filter(|(_, n)| *n > 0).map(|(what, n)| format!("rank {rank}: {n} {what}")));
         }
@@ -385,21 +427,38 @@ impl Recorder {
     fn device<T>(&self, change: impl FnOnce(&mut Device) -> T) -> T {
         change(&mut self.world.borrow_mut().devices[self.rank as usize])
     }
-    fn queue(&self, stream: Queue, op: Op) {
-        self.device(|d| d.streams[stream.0 as usize].as_mut().expect("a live stream").push_back(op));
+    /// Queues work to a stream; records, waits and meetings count from here on. Or records it, while the device captures.
+    fn queue(&self, stream: Queue, mut op: Op) {
+        let world = &mut *self.world.borrow_mut();
+        let device = &mut world.devices[self.rank as usize];
+        let stream = stream.0 as usize;
+        if let Some(capture) = &mut device.capture {
+            return capture.take(stream, op);
+        }
+        match &mut op {
+            Op::Record { event, number } => {
+                let (issued, _) = device.events[*event].as_mut().expect("a live event");
+                *issued += 1;
+                *number = *issued;
+            }
+            // CUDA waits for the latest record that was issued before; for none if there was none.
+            Op::Wait { event, number } => *number = device.events[*event].expect("a live event").0,
+            Op::Meet { group, position, number, .. } => {
+                let issued = &mut world.groups[*group].issued[*position];
+                *number = *issued;
+                *issued += 1;
+            }
+            Op::Launch(..) | Op::Copy { .. } | Op::Rows(_) | Op::Zero { .. } => {}
+        }
+        device.streams[stream].as_mut().expect("a live stream").push_back(op);
     }
     fn inside(&self, at: Address, bytes: u64) {
         self.world.borrow().inside(self.rank as usize, at.0, bytes);
     }
     fn meet(&self, communicator: Communicator, stream: Queue, what: Meeting) {
-        let (group, position, number) = {
-            let world = &mut *self.world.borrow_mut();
-            let group = &mut world.groups[communicator.0 as usize];
-            let position = group.members.iter().position(|&m| m == self.rank).expect("a member");
-            group.issued[position] += 1;
-            (communicator.0 as usize, position, group.issued[position] - 1)
-        };
-        self.queue(stream, Op::Meet { group, position, number, what });
+        let group = communicator.0 as usize;
+        let position = self.world.borrow().groups[group].members.iter().position(|&m| m == self.rank).expect("a member");
+        self.queue(stream, Op::Meet { group, position, number: 0, what });
     }
     fn members(&self, communicator: Communicator) -> Vec<u64> {
         self.world.borrow().groups[communicator.0 as usize].members.clone()
@@ -464,20 +523,13 @@ impl Driver for Recorder {
     fn record(&mut self, event: Event, stream: Queue) -> Result<(), DriverError> {
         let (e, s) = (event.0 as usize, stream.0 as usize);
         self.call(Call::Record { event: e, stream: s }, "cuEventRecord")?;
-        let number = self.device(|d| {
-            let event = d.events[e].as_mut().expect("a live event");
-            event.0 += 1;
-            event.0
-        });
-        self.queue(stream, Op::Record { event: e, number });
+        self.queue(stream, Op::Record { event: e, number: 0 });
         Ok(())
     }
     fn wait(&mut self, stream: Queue, event: Event) -> Result<(), DriverError> {
         let (e, s) = (event.0 as usize, stream.0 as usize);
         self.call(Call::Wait { event: e, stream: s }, "cuStreamWaitEvent")?;
-        // CUDA waits for the latest record that was issued before; for none if there was none.
-        let number = self.device(|d| d.events[e].expect("a live event").0);
-        self.queue(stream, Op::Wait { event: e, number });
+        self.queue(stream, Op::Wait { event: e, number: 0 });
         Ok(())
     }
 
@@ -576,6 +628,32 @@ impl Driver for Recorder {
         self.inside(to, bytes);
         self.meet(communicator, stream, Meeting::Receive { peer, to: to.0, bytes });
         Ok(())
+    }
+
+    fn begin_capture(&mut self, stream: Queue) -> Result<(), DriverError> {
+        self.call(Call::BeginCapture, "cuStreamBeginCapture")?;
+        let before = self.device(|d| d.capture.replace(Capture { origin: stream.0 as usize, work: Vec::new() }));
+        assert!(before.is_none(), "a capture in a capture");
+        Ok(())
+    }
+    fn end_capture(&mut self, stream: Queue) -> Result<Captured, DriverError> {
+        self.call(Call::EndCapture, "cuStreamEndCapture")?;
+        let capture = self.device(|d| d.capture.take()).expect("a capture");
+        assert_eq!(capture.origin, stream.0 as usize, "a capture ends where it began");
+        let work = capture.end();
+        Ok(Captured(self.device(|d| {
+            d.graphs.push(Some(work));
+            d.graphs.len() as u64 - 1
+        })))
+    }
+    fn replay(&mut self, graph: Captured, stream: Queue) -> Result<(), DriverError> {
+        self.call(Call::Replay { stream: stream.0 as usize }, "cuGraphLaunch")?;
+        let work = self.device(|d| d.graphs[graph.0 as usize].clone().expect("a live graph"));
+        work.into_iter().for_each(|(stream, op)| self.queue(Queue(stream as u64), op));
+        Ok(())
+    }
+    fn discard(&mut self, graph: Captured) -> Result<(), DriverError> {
+        self.give_back("graph", |d| assert!(d.graphs[graph.0 as usize].take().is_some(), "discarded twice"))
     }
 
     fn synchronise(&mut self) -> Result<(), DriverError> {

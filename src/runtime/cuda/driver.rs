@@ -2,7 +2,8 @@
 //!
 //! The model is CUDA's. Work is queued to streams; a stream runs what it has in order, streams run beside each other; `wait` holds a stream until the event's latest
 //! `record` before it has completed. Calls that queue return at once; [`Driver::synchronise`] waits for everything. A communicator is met by all its members with the same
-//! calls in the same order. After a call has failed, only calls that give something back are made.
+//! calls in the same order. Between `begin_capture` and `end_capture` nothing is done: what is queued to the stream, and to those that wait for it, becomes a graph, that can be
+//! queued as often as one likes; by its end the stream has waited for all of them. After a call has failed, only calls that give something back are made.
 
 use dplan_ir::dtype::DType;
 use dplan_kernels::cuda::{Launch, Target, TensorMap};
@@ -42,7 +43,9 @@ handles! {
     Kernel,
     /// Memory of the host that the device reads and writes itself.
     Pinned,
-    Communicator
+    Communicator,
+    /// Queued work, recorded.
+    Captured
 }
 
 /// An argument of a kernel.
@@ -137,6 +140,12 @@ pub trait Driver {
     /// `peer` is a position in the communicator.
     fn send(&mut self, communicator: Communicator, peer: u64, from: Address, bytes: u64, stream: Queue) -> Result<(), DriverError>;
     fn receive(&mut self, communicator: Communicator, peer: u64, to: Address, bytes: u64, stream: Queue) -> Result<(), DriverError>;
+
+    fn begin_capture(&mut self, stream: Queue) -> Result<(), DriverError>;
+    fn end_capture(&mut self, stream: Queue) -> Result<Captured, DriverError>;
+    /// Queues what was captured, with the addresses and numbers that it had then.
+    fn replay(&mut self, graph: Captured, stream: Queue) -> Result<(), DriverError>;
+    fn discard(&mut self, graph: Captured) -> Result<(), DriverError>;
 
     /// Waits until all streams have done all they were given.
     fn synchronise(&mut self) -> Result<(), DriverError>;

@@ -1,7 +1,8 @@
 //! One rank on one device: what it holds from step to step, and the calls of a step.
 //!
 //! A step is queued whole: first the step's scalars are copied in and every stream is made to wait for that; then the schedule's instructions, in issue order, each on its
-//! own stream; last the compute stream waits for all others and copies the results out. So a step needs one `synchronise`, and the calls between are the same every step.
+//! own stream; last the compute stream waits for all others and copies the results out. So a step needs one `synchronise`, and the calls between are the same every step:
+//! they are made twice, once to be done, once to be captured; later steps replay the graph.
 //!
 //! **Memory.** The arena is the program's. Besides it: the scalars, and for each stream as much working memory as its kernels need at once. Inputs lie in pinned memory,
 //! a place for each time the step loads one, so that nothing that is queued is overwritten.
@@ -14,7 +15,7 @@ use dplan_ir::optimizer::{DecayGroups, StepScalars};
 use dplan_ir::program::{Program, Scalar, Stream};
 use dplan_kernels::cuda::{self, Arg, Routine, SCALAR_BYTES};
 
-use super::driver::{Access, Address, Communicator, Driver, DriverError, Event, Exchange, Kernel, Pinned, Queue, Rows, Value};
+use super::driver::{Access, Address, Captured, Communicator, Driver, DriverError, Event, Exchange, Kernel, Pinned, Queue, Rows, Value};
 use super::load::{Action, Code, Collective, Transfer, load};
 use crate::runtime::block::Block;
 use crate::runtime::view::Place;
@@ -35,6 +36,7 @@ enum Taken {
     Event(Event),
     Kernel(Kernel),
     Communicator(Communicator),
+    Graph(Captured),
 }
 
 /// A rank that runs steps.
@@ -45,6 +47,7 @@ pub struct Rank<D: Driver> {
     taken: Vec<Taken>,
     /// Whether a call failed, here or at a peer: nothing more is asked of the device.
     failed: bool,
+    calling: Calling,
 }
 
 /// Where everything is that calls name.
@@ -64,6 +67,16 @@ struct Held {
     pinned: Option<Pinned>,
 }
 
+/// How the calls of the next step are made.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Calling {
+    /// One by one: the first step's, since libraries make themselves ready meanwhile.
+    Each,
+    /// One by one, to be captured, then all at once.
+    Capture,
+    Replay(Captured),
+}
+
 /// What a rank reports of a step; `None` where its stage does not have it.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
 pub struct Results {
@@ -81,7 +94,7 @@ impl<D: Driver> Rank<D> {
         let code = load(graph, program, (rank / ranks) as usize, rank % ranks, decay, driver.target())?;
         let mut taken = Vec::new();
         let made = prepare(&mut driver, program, rank, &code, &mut taken);
-        let mut this = Rank { driver, code, held: Held::default(), taken, failed: made.is_err() };
+        let mut this = Rank { driver, code, held: Held::default(), taken, failed: made.is_err(), calling: Calling::Each };
         match made {
             Ok(held) => {
                 this.held = held;
@@ -99,7 +112,7 @@ impl<D: Driver> Rank<D> {
     /// # Errors
     /// What the device refuses; after that the rank is done for.
     pub fn issue(&mut self, program: &Program, scalars: &StepScalars, batch: &Batch) -> Result<(), RuntimeError> {
-        let queued = queue(&mut self.driver, &self.held, &self.code, program, scalars, batch);
+        let queued = self.queue(program, scalars, batch);
         self.noted(queued)
     }
     /// Waits for the step's end.
@@ -148,6 +161,33 @@ impl<D: Driver> Rank<D> {
     }
     pub fn driver(&self) -> &D {
         &self.driver
+    }
+
+    /// Queues a step, as its turn is.
+    fn queue(&mut self, program: &Program, scalars: &StepScalars, batch: &Batch) -> Result<(), DriverError> {
+        let (Some(pinned), Some(&compute)) = (self.held.pinned, self.held.streams.get(Stream::Compute as usize)) else { return Ok(()) };
+        // Inputs are written before anything that reads pinned memory is queued.
+        provide(self.driver.pinned(pinned), &self.code, program, scalars, batch);
+        let (driver, held, code) = (&mut self.driver, &self.held, &self.code);
+        self.calling = match self.calling {
+            Calling::Each => {
+                queue(driver, held, code, program)?;
+                Calling::Capture
+            }
+            Calling::Capture => {
+                driver.begin_capture(compute)?;
+                queue(driver, held, code, program)?;
+                let graph = driver.end_capture(compute)?;
+                self.taken.push(Taken::Graph(graph));
+                driver.replay(graph, compute)?;
+                Calling::Replay(graph)
+            }
+            Calling::Replay(graph) => {
+                driver.replay(graph, compute)?;
+                Calling::Replay(graph)
+            }
+        };
+        Ok(())
     }
 
     /// Goes through a range of the arena by way of pinned memory, a stretch at a time.
@@ -203,6 +243,7 @@ impl<D: Driver> Rank<D> {
                 Taken::Event(e) => self.driver.destroy_event(e),
                 Taken::Kernel(k) => self.driver.unload(k),
                 Taken::Communicator(c) => self.driver.leave(c),
+                Taken::Graph(g) => self.driver.discard(g),
             };
         }
     }
@@ -307,26 +348,31 @@ struct Calls<'a, D: Driver> {
     scalars: Address,
     /// Pinned bytes that inputs took so far.
     input: u64,
+    /// Which events were recorded so far.
+    recorded: Vec<bool>,
 }
 
-/// Queues a step.
-fn queue<D: Driver>(driver: &mut D, held: &Held, code: &Code, program: &Program, scalars: &StepScalars, batch: &Batch) -> Result<(), DriverError> {
-    let (Some(arena), Some(pinned), Some(at)) = (held.arena, held.pinned, held.scalars) else { return Ok(()) };
-    let mut calls = Calls { driver, held, arena, pinned, scalars: at, input: INPUTS };
-    let bytes: Vec<u8> = cuda::scalars(scalars).iter().flat_map(|s| s.to_le_bytes()).collect();
-    calls.driver.pinned(pinned)[..bytes.len()].copy_from_slice(&bytes);
-    // Inputs are written before anything that reads pinned memory is queued.
-    let schedule = &program.stages[code.stage].schedule;
-    for call in schedule {
+/// Writes what a step takes from the host.
+fn provide(memory: &mut [u8], code: &Code, program: &Program, scalars: &StepScalars, batch: &Batch) {
+    let bytes = cuda::scalars(scalars).map(f64::to_le_bytes);
+    memory[..SCALAR_BYTES as usize].copy_from_slice(bytes.as_flattened());
+    let mut at = INPUTS as usize;
+    for call in &program.stages[code.stage].schedule {
         for (_, action) in &code.segments[call.segment.0 as usize] {
             if let Action::Input { dst, input, block, step } = action {
-                let to = &mut calls.driver.pinned(pinned)[calls.input as usize..][..dst.bytes as usize];
+                let to = &mut memory[at..][..dst.bytes as usize];
                 fill(&batch.inputs[*input], block, (call.micro_batch * step) as usize, dst.dtype, to);
-                calls.input += dst.bytes;
+                at += dst.bytes as usize;
             }
         }
     }
-    calls.input = INPUTS;
+}
+
+/// Queues a step, for which everything was provided.
+fn queue<D: Driver>(driver: &mut D, held: &Held, code: &Code, program: &Program) -> Result<(), DriverError> {
+    let (Some(arena), Some(pinned), Some(at)) = (held.arena, held.pinned, held.scalars) else { return Ok(()) };
+    let mut calls = Calls { driver, held, arena, pinned, scalars: at, input: INPUTS, recorded: vec![false; held.events.len()] };
+    let schedule = &program.stages[code.stage].schedule;
     let compute = held.streams[Stream::Compute as usize];
     calls.driver.copy_in(at, pinned, 0, SCALAR_BYTES, compute)?;
     calls.driver.record(held.edges[Stream::Compute as usize], compute)?;
@@ -376,7 +422,12 @@ impl<D: Driver> Calls<'_, D> {
             Action::Send(Transfer { family, peer, place }) => self.driver.send(self.communicator(*family)?, *peer, at(place), place.bytes, stream),
             Action::Recv(Transfer { family, peer, place }) => self.driver.receive(self.communicator(*family)?, *peer, at(place), place.bytes, stream),
             Action::Zero { dst } => self.driver.zero(at(dst), dst.bytes, stream),
-            Action::Record(event) => self.driver.record(self.held.events[event.0 as usize], stream),
+            Action::Record(event) => {
+                self.recorded[event.0 as usize] = true;
+                self.driver.record(self.held.events[event.0 as usize], stream)
+            }
+            // Before its first record of this step an event stands for one of the step before, which has ended.
+            Action::Wait(event) if !self.recorded[event.0 as usize] => Ok(()),
             Action::Wait(event) => self.driver.wait(stream, self.held.events[event.0 as usize]),
             Action::Nothing => Ok(()),
         }

@@ -16,6 +16,8 @@ pub const COMPUTE_CAPABILITY_MINOR: c_int = 76;
 pub const NON_BLOCKING: c_uint = 1;
 pub const DISABLE_TIMING: c_uint = 2;
 pub const MAX_DYNAMIC_SHARED: c_int = 8;
+/// Of captures: calls of other kinds may be made meanwhile, as NCCL does.
+pub const RELAXED: c_int = 2;
 pub const NOT_READY: c_int = 600;
 const MEMORY_OF_DEVICE: c_int = 2;
 
@@ -37,6 +39,12 @@ functions! {
         stream_destroy = "cuStreamDestroy_v2"(Handle),
         stream_wait = "cuStreamWaitEvent"(Handle, Handle, c_uint),
         stream_query = "cuStreamQuery"(Handle),
+        capture_begin = "cuStreamBeginCapture_v2"(Handle, c_int),
+        capture_end = "cuStreamEndCapture"(Handle, *mut Handle),
+        graph_instantiate = "cuGraphInstantiateWithFlags"(*mut Handle, Handle, u64),
+        graph_launch = "cuGraphLaunch"(Handle, Handle),
+        graph_destroy = "cuGraphDestroy"(Handle),
+        executable_destroy = "cuGraphExecDestroy"(Handle),
         event_create = "cuEventCreate"(*mut Handle, c_uint),
         event_destroy = "cuEventDestroy_v2"(Handle),
         event_record = "cuEventRecord"(Handle, Handle),

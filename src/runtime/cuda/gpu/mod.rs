@@ -17,7 +17,7 @@ use dplan_kernels::jit::{self, Arch, Cache, Nvrtc};
 
 use self::cuda::{Copy2D, Cuda, Handle, Tensor};
 use self::nccl::{Config, Nccl, UniqueId};
-use super::driver::{Address, Communicator, Driver, DriverError, Event, Exchange, Kernel, Pinned, Queue, Rows, Value};
+use super::driver::{Address, Captured, Communicator, Driver, DriverError, Event, Exchange, Kernel, Pinned, Queue, Rows, Value};
 use super::load::Primitive;
 
 /// Why there is no GPU to run on.
@@ -431,6 +431,30 @@ impl Driver for Gpu {
         let status = unsafe { (world.nccl.receive)(to.0 as *mut c_void, bytes as usize, nccl::BYTES, peer as c_int, c, self.stream(stream)) };
         world.nccl.check("ncclRecv", status)?;
         world.settle("ncclRecv", c, self.timeout)
+    }
+
+    fn begin_capture(&mut self, stream: Queue) -> Result<(), DriverError> {
+        // SAFETY: a live stream.
+        self.ask("cuStreamBeginCapture", unsafe { (self.cuda.capture_begin)(self.stream(stream), cuda::RELAXED) })
+    }
+    fn end_capture(&mut self, stream: Queue) -> Result<Captured, DriverError> {
+        let (mut graph, mut executable) = (null_mut(), null_mut());
+        // SAFETY: handles to write to; the graph is destroyed once, and what was made of it does not need it.
+        unsafe {
+            self.ask("cuStreamEndCapture", (self.cuda.capture_end)(self.stream(stream), &raw mut graph))?;
+            let made = self.ask("cuGraphInstantiateWithFlags", (self.cuda.graph_instantiate)(&raw mut executable, graph, 0));
+            self.ask("cuGraphDestroy", (self.cuda.graph_destroy)(graph))?;
+            made?;
+        }
+        Ok(Captured(executable as u64))
+    }
+    fn replay(&mut self, graph: Captured, stream: Queue) -> Result<(), DriverError> {
+        // SAFETY: live handles.
+        self.ask("cuGraphLaunch", unsafe { (self.cuda.graph_launch)(graph.0 as Handle, self.stream(stream)) })
+    }
+    fn discard(&mut self, graph: Captured) -> Result<(), DriverError> {
+        // SAFETY: made by `end_capture` and destroyed once.
+        self.ask("cuGraphExecDestroy", unsafe { (self.cuda.executable_destroy)(graph.0 as Handle) })
     }
 
     fn synchronise(&mut self) -> Result<(), DriverError> {

@@ -4,6 +4,9 @@
 //! whose head can go on, so what no event orders happens in any order. Kernels run through the CPU shim, with the bounds of each argument checked; a communicator's members
 //! must come with the same call, in the same order. Memory is host memory, poisoned when allocated. Every call is logged.
 
+#[path = "meeting.rs"]
+mod meeting;
+
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::rc::Rc;
@@ -11,12 +14,11 @@ use std::rc::Rc;
 use dplan::runtime::cuda::driver::{
     Access, Address, Captured, Communicator, Driver, DriverError, Event, Exchange, Kernel, Pinned, Queue, Rows, Value,
 };
-use dplan::runtime::cuda::load::{Primitive, Reduction};
-use dplan::safetensors::{decode, encode};
-use dplan_ir::dtype::DType;
+use dplan::runtime::cuda::load::Primitive;
 use dplan_ir::splitmix;
 use dplan_kernels::cuda::{Launch, Target};
 use dplan_kernels::shim::{Library, Operand};
+use meeting::{Group, Meeting, meet, sizes};
 
 /// A call that was made; streams and events by the order in which the rank made them.
 #[derive(Clone, PartialEq, Debug)]
@@ -156,24 +158,6 @@ impl Capture {
 struct Block {
     _words: Vec<u8>,
     bytes: u64,
-}
-
-/// A communicator as its members see it.
-struct Group {
-    family: u64,
-    members: Vec<u64>,
-    /// Calls that each member made.
-    issued: Vec<u64>,
-    /// Members that came to the call after `done`.
-    here: HashMap<u64, Meeting>,
-    done: u64,
-}
-
-#[derive(Clone, Copy, Debug)]
-enum Meeting {
-    Exchange(Exchange),
-    Send { peer: u64, from: u64, bytes: u64 },
-    Receive { peer: u64, to: u64, bytes: u64 },
 }
 
 #[derive(Clone, Debug)]
@@ -322,72 +306,6 @@ impl World {
         let fits = block.is_some_and(|(base, b)| at + bytes <= base + b.bytes);
         assert!(fits, "rank {rank}: {bytes} bytes at {at:#x} are in no allocation");
     }
-}
-
-/// What a group's members came for.
-fn meet(group: &Group) {
-    let n = group.members.len();
-    let all: Vec<Meeting> = (0..n as u64).map(|p| group.here[&p]).collect();
-    if let [a, b] = all[..] {
-        let pair = match (a, b) {
-            (Meeting::Send { peer: 1, from, bytes }, Meeting::Receive { peer: 0, to, bytes: n }) if n == bytes => Some((from, to, bytes)),
-            (Meeting::Receive { peer: 1, to, bytes }, Meeting::Send { peer: 0, from, bytes: n }) if n == bytes => Some((from, to, bytes)),
-            _ => None,
-        };
-        if let Some((from, to, bytes)) = pair {
-            // SAFETY: checked when the calls were made; of two devices.
-            return unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, bytes as usize) };
-        }
-    }
-    let exchanges: Vec<Exchange> = all
-        .iter()
-        .map(|m| match m {
-            Meeting::Exchange(e) => *e,
-            other => panic!("{:?} meet with {other:?}", group.members),
-        })
-        .collect();
-    let first = exchanges[0];
-    let same = |e: &&Exchange| (e.primitive, e.elems, e.dtype) == (first.primitive, first.elems, first.dtype);
-    assert!(exchanges.iter().all(|e| same(&e)), "{:?} meet with {exchanges:?}", group.members);
-    let (sent, received) = sizes(&first, n as u64);
-    // SAFETY: checked when the calls were made.
-    let read = |e: &Exchange| unsafe { std::slice::from_raw_parts(e.from.0 as *const u8, sent as usize) }.to_vec();
-    let sources: Vec<Vec<u8>> = exchanges.iter().map(read).collect();
-    let results: Vec<Vec<u8>> = match first.primitive {
-        Primitive::AllGather => vec![sources.concat(); n],
-        Primitive::AllReduce(how) => vec![reduce(&sources, first.dtype, how); n],
-        Primitive::ReduceScatter(how) => reduce(&sources, first.dtype, how).chunks(received as usize).map(<[u8]>::to_vec).collect(),
-    };
-    for (e, result) in exchanges.iter().zip(results) {
-        // SAFETY: as above.
-        unsafe { std::ptr::copy_nonoverlapping(result.as_ptr(), e.to.0 as *mut u8, received as usize) };
-    }
-}
-
-/// Bytes that each member sends and receives.
-fn sizes(e: &Exchange, members: u64) -> (u64, u64) {
-    let n = e.elems * e.dtype.size();
-    match e.primitive {
-        Primitive::AllReduce(_) => (n, n),
-        Primitive::ReduceScatter(_) => (n * members, n),
-        Primitive::AllGather => (n, n * members),
-    }
-}
-
-/// In group order, starting from the first, each step rounded to the type.
-fn reduce(all: &[Vec<u8>], dtype: DType, how: Reduction) -> Vec<u8> {
-    let mut sum = all[0].clone();
-    for other in &all[1..] {
-        for at in 0..sum.len() / dtype.size() as usize {
-            let (x, y) = (decode(dtype, &sum, at), decode(dtype, other, at));
-            let z = match how {
-                Reduction::Sum => x + y,
-                Reduction::Max => x.max(y),
-            };
-            encode(dtype, z, &mut sum, at);
-        }
-    }
-    sum
 }
 
 /// One rank's device.

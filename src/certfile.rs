@@ -1,9 +1,10 @@
 //! `plan.certificate.json`, beside a plan: the question that was asked, and how every tuple of the space was closed. [`dplan_planner::certificate`] checks it.
 //!
-//! One line a tuple: `pp=4 tp=8 cp=1 ep=1 dp=2 micro=1 of=128 1f1b virtual=1 sp=- pad=0`, how it was closed, and the nanoseconds (or the twin's position) that goes with it.
+//! One line a tuple: `pp=4 tp=8 cp=1 ep=1 dp=2 micro=1 of=128 1f1b virtual=1 sp=- pad=0`, and `groups=1.0.2.3` where ranks are not counted in the order of the cluster's
+//! groups; how it was closed, and the nanoseconds (or the twin's position) that goes with it.
 
 use crate::compile::Compiled;
-use dplan_ir::plan::Schedule;
+use dplan_ir::plan::{MOST_GROUPS, Placement, Schedule};
 use dplan_planner::pins::Pins;
 use dplan_planner::search::{Closed, How};
 use dplan_planner::space::Tuple;
@@ -130,11 +131,12 @@ impl Certificate {
 const EXAMPLE: &str = "pp=4 tp=8 cp=1 ep=1 dp=2 micro=1 of=128 1f1b virtual=1 sp=- pad=0";
 
 fn tuple_text(tuple: &Tuple) -> String {
-    let Tuple { pp, tp, cp, ep, dp, micro_batch, micro_batches, schedule, virtual_stages, boundary, padding } = *tuple;
+    let Tuple { pp, tp, cp, ep, dp, micro_batch, micro_batches, schedule, virtual_stages, boundary, padding, placement } = *tuple;
     let boundary = boundary.map_or("-".to_string(), |d| d.to_string());
     let schedule = schedule.name();
+    let groups = if placement == Placement::default() { String::new() } else { format!(" groups={}", placement.0.map(|g| g.to_string()).join(".")) };
     format!(
-        "pp={pp} tp={tp} cp={cp} ep={ep} dp={dp} micro={micro_batch} of={micro_batches} {schedule} virtual={virtual_stages} sp={boundary} pad={padding}"
+        "pp={pp} tp={tp} cp={cp} ep={ep} dp={dp} micro={micro_batch} of={micro_batches} {schedule} virtual={virtual_stages} sp={boundary} pad={padding}{groups}"
     )
 }
 
@@ -151,6 +153,13 @@ fn tuple_from(text: &str) -> Option<Tuple> {
         dim => Some(dim.parse().ok()?),
     };
     let padding = value("pad")?.parse().ok()?;
+    let placement = match parts.next() {
+        None => Placement::default(),
+        Some(groups) => {
+            let order: Vec<u8> = groups.strip_prefix("groups=")?.split('.').map(|g| g.parse().ok()).collect::<Option<_>>()?;
+            Placement::all(MOST_GROUPS).into_iter().find(|p| p.0 == *order)?
+        }
+    };
     // What a search never makes would only break the checker's arithmetic.
     let positive = |n: Option<u64>| n.filter(|n| (1..=1 << 40).contains(n));
     let tuple = Tuple {
@@ -165,6 +174,7 @@ fn tuple_from(text: &str) -> Option<Tuple> {
         virtual_stages: positive(virtual_stages)?,
         boundary,
         padding,
+        placement,
     };
     parts.next().is_none().then_some(tuple)
 }
@@ -216,6 +226,7 @@ mod tests {
             virtual_stages: 1,
             boundary: (padding > 0).then_some(1),
             padding,
+            placement: if padding == 2 { Placement::of(&[1, 0]) } else { Placement::default() },
         };
         assert_eq!(tuple_text(&tuple(0)), EXAMPLE);
         let hows =

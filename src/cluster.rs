@@ -1,11 +1,13 @@
-//! Clusters: `DEVICE:PER_NODExNODES`, `cpu:N`, `local`, or a JSON file that describes the machine in full or names a built-in device.
+//! Clusters: `DEVICE:PER_NODExNODES`, several of them joined by `+`, `cpu:N`, `local`, or a JSON file that describes the machine in full or names a built-in device.
 //!
-//! In JSON every quantity has its unit in its name. A file may be as short as `{"device": "h100", "per_node": 8, "nodes": 16}`.
+//! In JSON every quantity has its unit in its name. A file may be as short as `{"device": "h100", "per_node": 8, "nodes": 16}`. Groups of different devices are a list of such
+//! objects: `{"groups": [{"device": "a100-80g", "per_node": 8, "nodes": 2}, …], "between": {…}}`.
 
 use dplan_planner::machine::curves::{Curve, Op, RANKS};
-use dplan_planner::machine::{self, Curves, DeviceSpec, Link, Machine, MachineError, Peak};
+use dplan_planner::machine::{self, Cluster, Curves, DeviceSpec, Link, Machine, MachineError, Peak};
 use dplan_planner::units::{Bytes, Millionths, Nanos, PerSecond};
-use serde::{Deserialize, Serialize};
+use serde::de::{Error as _, IgnoredAny};
+use serde::{Deserialize, Deserializer, Serialize};
 use std::path::Path;
 use std::sync::Arc;
 use thiserror::Error;
@@ -20,12 +22,61 @@ pub enum ClusterError {
     Json { path: String, line: usize, column: usize, what: String },
     #[error("`{at}`: {what}")]
     Value { at: &'static str, what: String },
+    #[error("groups[{at}]: {what}")]
+    Group { at: usize, what: Box<ClusterError> },
 }
 
 /// A cluster file.
+#[derive(Clone, Debug, Serialize)]
+#[serde(untagged)]
+pub enum Json {
+    Equal(MachineJson),
+    Unlike(GroupsJson),
+}
+
+/// Groups of different devices.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Json {
+pub struct GroupsJson {
+    pub groups: Vec<MachineJson>,
+    /// Between devices of different groups; the least of the groups' `inter` if absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub between: Option<LinkJson>,
+}
+
+/// Which of the two a file is.
+#[derive(Deserialize)]
+struct Peek {
+    groups: Option<IgnoredAny>,
+}
+
+impl<'de> Deserialize<'de> for Json {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Json, D::Error> {
+        let value = serde_json::Value::deserialize(from)?;
+        let of = if value.get("groups").is_some() {
+            GroupsJson::deserialize(value).map(Json::Unlike)
+        } else {
+            MachineJson::deserialize(value).map(Json::Equal)
+        };
+        of.map_err(D::Error::custom)
+    }
+}
+
+impl Json {
+    /// As `Deserialize`, with the place of an error.
+    fn read(bytes: &[u8]) -> serde_json::Result<Json> {
+        let peek: Peek = serde_json::from_slice(bytes)?;
+        match peek.groups {
+            Some(IgnoredAny) => serde_json::from_slice(bytes).map(Json::Unlike),
+            None => serde_json::from_slice(bytes).map(Json::Equal),
+        }
+    }
+}
+
+/// Equal devices in equal nodes.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MachineJson {
     pub device: DeviceJson,
     pub per_node: u64,
     pub nodes: u64,
@@ -95,20 +146,15 @@ pub struct LinkJson {
 ///
 /// # Errors
 /// What is wrong, and what would be right.
-pub fn parse(text: &str) -> Result<Machine, ClusterError> {
+pub fn parse(text: &str) -> Result<Cluster, ClusterError> {
     // A measured description of this machine takes the place of allowances.
     let measured = std::env::var("DPLAN_LOCAL").ok().filter(|path| text == "local" && !path.is_empty());
     let text = measured.as_deref().unwrap_or(text);
     if !text.ends_with(".json") && measured.is_none() {
-        return Ok(if text == "local" { unmeasured() } else { Machine::parse(text)? });
+        return Ok(if text == "local" { unmeasured().into() } else { Cluster::parse(text)? });
     }
     let bytes = std::fs::read(Path::new(text)).map_err(|source| ClusterError::Read { path: text.into(), source })?;
-    let json: Json = serde_json::from_slice(&bytes).map_err(|e| ClusterError::Json {
-        path: text.into(),
-        line: e.line(),
-        column: e.column(),
-        what: e.to_string(),
-    })?;
+    let json = Json::read(&bytes).map_err(|e| ClusterError::Json { path: text.into(), line: e.line(), column: e.column(), what: e.to_string() })?;
     from_json(json)
 }
 
@@ -119,7 +165,11 @@ pub fn unmeasured() -> Machine {
 }
 
 /// What the cluster is called in reports.
-pub fn name(machine: &Machine) -> String {
+pub fn name(cluster: &Cluster) -> String {
+    cluster.groups().iter().map(group_name).collect::<Vec<_>>().join("+")
+}
+
+fn group_name(machine: &Machine) -> String {
     if machine.nodes == 1 {
         format!("{}:{}", machine.device.name, machine.per_node)
     } else {
@@ -127,10 +177,20 @@ pub fn name(machine: &Machine) -> String {
     }
 }
 
-pub fn to_json(machine: &Machine) -> Json {
-    let d = &machine.device;
-    let link = |l: &Link| Some(LinkJson { latency_nanoseconds: l.latency.0, bandwidth_bytes_per_second: l.bandwidth.0 });
-    Json {
+pub fn to_json(cluster: &Cluster) -> Json {
+    match cluster.only() {
+        Some(machine) => Json::Equal(machine_json(machine)),
+        None => Json::Unlike(GroupsJson { groups: cluster.groups().iter().map(machine_json).collect(), between: link_json(&cluster.between()) }),
+    }
+}
+
+fn link_json(link: &Link) -> Option<LinkJson> {
+    Some(LinkJson { latency_nanoseconds: link.latency.0, bandwidth_bytes_per_second: link.bandwidth.0 })
+}
+
+pub fn machine_json(machine: &Machine) -> MachineJson {
+    let (d, link) = (&machine.device, link_json);
+    MachineJson {
         device: DeviceJson::Full(Box::new(FullDevice {
             name: d.name.clone(),
             peak_flops_per_second: PeakJson { f64: d.peak.f64.0, f32: d.peak.f32.0, bf16: d.peak.bf16.0, f16: d.peak.f16.0 },
@@ -157,11 +217,29 @@ pub fn to_json(machine: &Machine) -> Json {
     }
 }
 
-/// The machine a cluster file describes.
+/// The cluster a file describes.
 ///
 /// # Errors
-/// An unknown device, or a quantity out of range.
-pub fn from_json(json: Json) -> Result<Machine, ClusterError> {
+/// An unknown device, a quantity out of range, or too many groups.
+pub fn from_json(json: Json) -> Result<Cluster, ClusterError> {
+    let GroupsJson { groups, between } = match json {
+        Json::Equal(machine) => return Ok(machine_from(machine)?.into()),
+        Json::Unlike(groups) => groups,
+    };
+    let of = |(at, group)| machine_from(group).map_err(|what| ClusterError::Group { at, what: Box::new(what) });
+    let groups = groups.into_iter().enumerate().map(of).collect::<Result<Vec<_>, _>>()?;
+    let between = between.map(link_from);
+    if let Some(link) = &between {
+        check_link(["between.bandwidth_bytes_per_second", "between.latency_nanoseconds"], link)?;
+    }
+    Ok(Cluster::new(groups, between)?)
+}
+
+fn link_from(json: LinkJson) -> Link {
+    Link { latency: Nanos(json.latency_nanoseconds), bandwidth: PerSecond(json.bandwidth_bytes_per_second) }
+}
+
+fn machine_from(json: MachineJson) -> Result<Machine, ClusterError> {
     let counts = format!("{}x{}", json.per_node, json.nodes);
     let mut machine = match json.device {
         // The cluster string's checks hold for files too.
@@ -184,10 +262,9 @@ pub fn from_json(json: Json) -> Result<Machine, ClusterError> {
             machine
         }
     };
-    let link = |l: LinkJson| Link { latency: Nanos(l.latency_nanoseconds), bandwidth: PerSecond(l.bandwidth_bytes_per_second) };
-    machine.intra = json.intra.map_or(machine.intra, link);
-    machine.inter = json.inter.map_or(machine.inter, link);
-    machine.host = json.host.map_or(machine.host, link);
+    machine.intra = json.intra.map_or(machine.intra, link_from);
+    machine.inter = json.inter.map_or(machine.inter, link_from);
+    machine.host = json.host.map_or(machine.host, link_from);
     if !json.collectives.is_empty() {
         machine.curves = Arc::new(curves(json.collectives)?);
     }
@@ -220,9 +297,22 @@ fn curves(json: Vec<CurveJson>) -> Result<Curves, ClusterError> {
     Ok(curves)
 }
 
+/// Far above any machine, far below overflow of the cost arithmetic.
+const MOST: u64 = 1 << 60;
+const MOST_NANOSECONDS: u64 = 1_000_000_000;
+
+fn check_link([rate, latency]: [&'static str; 2], link: &Link) -> Result<(), ClusterError> {
+    let Link { bandwidth: PerSecond(bandwidth), latency: Nanos(nanos) } = *link;
+    if bandwidth == 0 || bandwidth > MOST {
+        return Err(ClusterError::Value { at: rate, what: format!("is {bandwidth}, expected from 1 to {MOST}") });
+    }
+    if nanos > MOST_NANOSECONDS {
+        return Err(ClusterError::Value { at: latency, what: format!("is {nanos}, expected at most {MOST_NANOSECONDS}") });
+    }
+    Ok(())
+}
+
 fn check(machine: &Machine) -> Result<(), ClusterError> {
-    // Far above any machine, far below overflow of the cost arithmetic.
-    const MOST: u64 = 1 << 60;
     let d = &machine.device;
     let rates = [
         ("device.peak_flops_per_second.f64", d.peak.f64.0),
@@ -233,9 +323,6 @@ fn check(machine: &Machine) -> Result<(), ClusterError> {
         ("device.matrix_efficiency_millionths", d.matrix_efficiency.0),
         ("device.bandwidth_efficiency_millionths", d.bandwidth_efficiency.0),
         ("device.memory_bytes", d.memory.0),
-        ("intra.bandwidth_bytes_per_second", machine.intra.bandwidth.0),
-        ("inter.bandwidth_bytes_per_second", machine.inter.bandwidth.0),
-        ("host.bandwidth_bytes_per_second", machine.host.bandwidth.0),
     ];
     for (at, value) in rates {
         if value == 0 || value > MOST {
@@ -249,18 +336,16 @@ fn check(machine: &Machine) -> Result<(), ClusterError> {
             return Err(ClusterError::Value { at, what: format!("is {value}, expected at most 1000000 (a part of a whole)") });
         }
     }
-    for (at, value) in [
-        ("device.launch_nanoseconds", d.launch.0),
-        ("intra.latency_nanoseconds", machine.intra.latency.0),
-        ("inter.latency_nanoseconds", machine.inter.latency.0),
-        ("host.latency_nanoseconds", machine.host.latency.0),
-        ("device.matrix_grain", d.matrix_grain),
-        ("device.matrix_depth_grain", d.matrix_depth_grain),
-    ] {
-        if value > 1_000_000_000 {
-            return Err(ClusterError::Value { at, what: format!("is {value}, expected at most 1000000000") });
+    for (at, value) in
+        [("device.launch_nanoseconds", d.launch.0), ("device.matrix_grain", d.matrix_grain), ("device.matrix_depth_grain", d.matrix_depth_grain)]
+    {
+        if value > MOST_NANOSECONDS {
+            return Err(ClusterError::Value { at, what: format!("is {value}, expected at most {MOST_NANOSECONDS}") });
         }
     }
+    check_link(["intra.bandwidth_bytes_per_second", "intra.latency_nanoseconds"], &machine.intra)?;
+    check_link(["inter.bandwidth_bytes_per_second", "inter.latency_nanoseconds"], &machine.inter)?;
+    check_link(["host.bandwidth_bytes_per_second", "host.latency_nanoseconds"], &machine.host)?;
     if d.context.0 >= d.memory.0 {
         return Err(ClusterError::Value { at: "device.context_bytes", what: format!("is {}, all of the memory", d.context.0) });
     }
@@ -273,22 +358,33 @@ mod tests {
 
     #[test]
     fn a_machine_survives_its_own_file() {
-        for text in ["h100:8x16", "cpu:4", "a100-40g:1x1"] {
-            let machine = Machine::parse(text).unwrap();
-            assert_eq!(from_json(to_json(&machine)).unwrap(), machine);
+        for text in ["h100:8x16", "cpu:4", "a100-40g:1x1", "a100-80g:8x2+h100:8x2", "cpu:1+cpu:2+cpu:4"] {
+            let cluster = Cluster::parse(text).unwrap();
+            assert_eq!(from_json(to_json(&cluster)).unwrap(), cluster);
+            let text = serde_json::to_string(&to_json(&cluster)).unwrap();
+            assert_eq!(from_json(Json::read(text.as_bytes()).unwrap()).unwrap(), cluster);
+            assert_eq!(from_json(serde_json::from_str(&text).unwrap()).unwrap(), cluster);
         }
     }
 
     #[test]
     fn a_short_file_names_a_device() {
         let json = serde_json::from_str(r#"{"device": "h100", "per_node": 8, "nodes": 16}"#).unwrap();
-        assert_eq!(from_json(json).unwrap(), Machine::parse("h100:8x16").unwrap());
+        assert_eq!(from_json(json).unwrap(), Cluster::parse("h100:8x16").unwrap());
     }
 
     #[test]
     fn impossible_quantities_are_named() {
-        let mut json = to_json(&Machine::parse("cpu:2").unwrap());
-        json.intra = Some(LinkJson { latency_nanoseconds: 1, bandwidth_bytes_per_second: 0 });
-        assert!(from_json(json).unwrap_err().to_string().contains("intra.bandwidth_bytes_per_second"));
+        let mut json = machine_json(&Machine::parse("cpu:2").unwrap());
+        let none = || LinkJson { latency_nanoseconds: 1, bandwidth_bytes_per_second: 0 };
+        json.intra = Some(none());
+        assert!(from_json(Json::Equal(json.clone())).unwrap_err().to_string().contains("intra.bandwidth_bytes_per_second"));
+        let groups = |groups, between| from_json(Json::Unlike(GroupsJson { groups, between })).unwrap_err().to_string();
+        let sound = machine_json(&Machine::parse("cpu:2").unwrap());
+        assert!(groups(vec![sound.clone(), json], None).contains("groups[1]: `intra.bandwidth_bytes_per_second`"));
+        assert!(groups(vec![sound.clone(), sound.clone()], Some(none())).contains("`between.bandwidth_bytes_per_second`: is 0"));
+        assert!(groups(vec![], None).contains("0 groups"));
+        let error = Json::read(b"{\"groups\": [\n{\"device\": \"h100\", \"nodes\": 1}]}").unwrap_err();
+        assert!(error.line() == 2 && error.to_string().contains("per_node"), "{error}");
     }
 }

@@ -16,10 +16,10 @@ use dplan_ir::verify::{self, program::Violation};
 use dplan_ir::{grad, layers, text};
 use dplan_planner::baselines::{Baseline, baselines};
 use dplan_planner::lower::{self, LowerError};
-use dplan_planner::machine::Machine;
+use dplan_planner::machine::Cluster;
 use dplan_planner::pins::Pins;
 use dplan_planner::predict::{Prediction, predict};
-use dplan_planner::request::{Answer, Planner, Refusal, Request, Solver};
+use dplan_planner::request::{Answer, Fewest, Planner, Refusal, Request, Solver};
 use dplan_planner::search::{Closed, Statistics};
 use dplan_planner::units::{Bytes, Nanos};
 use std::path::PathBuf;
@@ -29,7 +29,7 @@ use thiserror::Error;
 /// The question, but for the model.
 #[derive(Clone)]
 pub struct Options<'a> {
-    pub cluster: Machine,
+    pub cluster: Cluster,
     /// Sequences of a step.
     pub batch: u64,
     pub compute: DType,
@@ -44,10 +44,10 @@ pub struct Options<'a> {
 
 impl Options<'_> {
     /// The question that a plan answered, without its pins and limits, on another machine.
-    pub fn again(file: &PlanFile, cluster: Machine) -> Options<'static> {
+    pub fn again(file: &PlanFile, cluster: impl Into<Cluster>) -> Options<'static> {
         let Plan { compute, optimizer, clip, .. } = file.plan;
         Options {
-            cluster,
+            cluster: cluster.into(),
             batch: file.plan.batch(),
             compute,
             optimizer,
@@ -104,7 +104,7 @@ pub fn compile(forward: &Graph, options: &Options<'_>) -> Result<Compiled, Compi
         let textbook = scope.spawn(|| {
             let late = || options.deadline.is_some_and(|late| late());
             let planner = Planner::new(request());
-            planner.map_or_else(|_| Vec::new(), |mut p| baselines(&p.problem, &mut p.prices, options.cluster.per_node, &late))
+            planner.map_or_else(|_| Vec::new(), |mut p| baselines(&p.problem, &mut p.prices, options.cluster.whole().per_node, &late))
         });
         let planned = plan_and_lower(&graph, &classes, request(), options.solver, &dump);
         (planned, textbook.join())
@@ -136,14 +136,14 @@ pub fn textbook(forward: &Graph, options: &Options<'_>) -> Result<Vec<Baseline>,
     let graph = grad::differentiate(forward)?;
     let classes = layers::classes(&graph);
     let mut planner = Planner::new(options.request(&graph, &classes))?;
-    Ok(baselines(&planner.problem, &mut planner.prices, options.cluster.per_node, &|| false))
+    Ok(baselines(&planner.problem, &mut planner.prices, options.cluster.whole().per_node, &|| false))
 }
 
-/// The fewest devices on which a plan fits, in whole nodes where there are several, if there is such a number.
+/// The fewest devices on which a plan fits, in whole nodes where there are several.
 ///
 /// # Errors
 /// If pins, devices and batch do not go together.
-pub fn fewest_devices(forward: &Graph, options: &Options<'_>) -> Result<Option<u64>, CompileError> {
+pub fn fewest_devices(forward: &Graph, options: &Options<'_>) -> Result<Fewest, CompileError> {
     let graph = grad::differentiate(forward)?;
     let classes = layers::classes(&graph);
     Ok(Planner::new(options.request(&graph, &classes))?.fewest_devices())
@@ -154,7 +154,7 @@ impl Options<'_> {
         Request {
             graph,
             classes,
-            machine: &self.cluster,
+            cluster: &self.cluster,
             batch: self.batch,
             compute: self.compute,
             optimizer: self.optimizer,
@@ -170,9 +170,9 @@ type Planned = (Answer, Prediction, Graph, Program);
 
 /// The plan with its costs, its graph at its micro-batch, and its verified program.
 fn plan_and_lower(graph: &Graph, classes: &[u32], request: Request<'_>, solver: Solver, dump: &Dump) -> Result<Planned, CompileError> {
-    let machine = request.machine;
+    let cluster = request.cluster;
     let answer = Planner::new(request)?.search_by(solver)?;
-    let prediction = predict(graph, classes, machine, &answer.plan)?;
+    let prediction = predict(graph, classes, cluster, &answer.plan)?;
     let mut graph = graph.clone();
     graph.set_batch(answer.plan.dp * answer.plan.micro_batch);
     graph.order = lower::plan_order(&graph, &answer.plan)?;

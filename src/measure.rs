@@ -74,7 +74,7 @@ fn layouts(ranks: u64) -> Vec<String> {
 fn run(machine: &Machine, pins: &str) -> anyhow::Result<(PlanFile, Vec<Observation>, f64)> {
     let model = model_from_bytes("measured.json", MODEL, &ImportOptions { compute: DType::F32, ..ImportOptions::default() })?;
     let options = CompileOptions {
-        cluster: machine.clone(),
+        cluster: machine.clone().into(),
         batch: 8 * machine.devices(),
         compute: DType::F32,
         optimizer: Optimizer::AdamW,
@@ -107,6 +107,6 @@ fn run(machine: &Machine, pins: &str) -> anyhow::Result<(PlanFile, Vec<Observati
     let seconds = seconds[seconds.len() / 2];
     let trace = chrome(&session, plan.plan.pipeline(), &recorded);
     let profile = parse("measured.json", trace.as_bytes(), &CommKernels::default())?;
-    let observations = observe(&plan, &profile, machine).map_err(|e| anyhow!(e))?;
+    let observations = observe(&plan, &profile, &plan.cluster).map_err(|e| anyhow!(e))?;
     Ok((plan, observations, seconds))
 }

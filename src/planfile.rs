@@ -9,11 +9,11 @@ use dplan_ir::grad;
 use dplan_ir::graph::Graph;
 use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
 use dplan_ir::optimizer::Optimizer;
-use dplan_ir::plan::{Clip, Gathered, LayerPlan, Offload, Plan, Recompute, Schedule, StagePlan, Zero};
+use dplan_ir::plan::{Clip, Gathered, LayerPlan, Offload, Placement, Plan, Recompute, Schedule, StagePlan, Zero};
 use dplan_ir::program::Program;
 use dplan_ir::rule::Assignment;
 use dplan_ir::text;
-use dplan_planner::machine::Machine;
+use dplan_planner::machine::Cluster;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 use thiserror::Error;
@@ -26,7 +26,7 @@ pub const VERSION: u32 = 1;
 pub struct PlanFile {
     /// With its backward pass, and the batch dim set to one micro-batch over all data-parallel ranks.
     pub graph: Graph,
-    pub cluster: Machine,
+    pub cluster: Cluster,
     pub plan: Plan,
     pub program: Program,
     pub seq: u64,
@@ -74,6 +74,9 @@ struct Choices {
     boundary: Option<u32>,
     /// First and last layer of each virtual stage, in the order of layers.
     stages: Vec<[u32; 2]>,
+    /// Where the cluster has groups: these in the order in which ranks are counted.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    placement: Vec<u8>,
     options: Vec<OptionJson>,
     layers: Vec<u32>,
 }
@@ -114,6 +117,10 @@ impl PlanFile {
                 r#virtual: plan.virtual_stages,
                 boundary: plan.boundary,
                 stages: plan.stages.iter().map(|s| [s.first, s.last]).collect(),
+                placement: match self.cluster.groups().len() {
+                    1 => Vec::new(),
+                    groups => plan.placement.0[..groups].to_vec(),
+                },
                 options: plan
                     .options
                     .iter()
@@ -216,6 +223,7 @@ impl PlanFile {
             virtual_stages: choices.r#virtual,
             boundary: choices.boundary,
             stages: choices.stages.iter().map(|&[first, last]| StagePlan { first, last }).collect(),
+            placement: Placement::of(&choices.placement),
             options,
             layers: choices.layers.clone(),
             compute,
@@ -224,6 +232,12 @@ impl PlanFile {
         };
         check_shape(&plan, &graph).map_err(|(at, what)| wrong(at, what))?;
         let cluster = cluster::from_json(json.cluster).map_err(|e| wrong("cluster", e.to_string()))?;
+        let (mut named, groups) = (choices.placement.clone(), cluster.groups().len());
+        named.sort_unstable();
+        let alike = named.is_empty() && groups == 1;
+        if !(alike || named.iter().map(|&g| usize::from(g)).eq(0..groups)) {
+            return Err(wrong("choices.placement", format!("{:?}: expected each of the cluster's {groups} groups once", choices.placement)));
+        }
         Ok(PlanFile { graph, cluster, plan, program, seq: json.seq })
     }
 }

@@ -19,7 +19,7 @@ use dplan_ir::program::Program;
 use dplan_ir::rule::Assignment;
 use dplan_ir::verify::mutate::Damage;
 use dplan_planner::drawn::{self, Dice};
-use dplan_planner::machine::Machine;
+use dplan_planner::machine::Cluster;
 use groups::{BATCH, LLAMA, MIXTRAL, SEQ, alike, batch, changed, check, import, named, one_rank, plan, reasons, with};
 use megatron::Shape;
 
@@ -227,7 +227,7 @@ fn textbook(model: &Graph, shape: Shape) -> PlanFile {
     let mut graph = model.clone();
     graph.set_batch(shape.dp * shape.micro);
     let graph = differentiate(&graph).unwrap();
-    let cluster = Machine::parse(&format!("cpu:{}", shape.dp * shape.tp * shape.pp)).unwrap();
+    let cluster = Cluster::parse(&format!("cpu:{}", shape.dp * shape.tp * shape.pp)).unwrap();
     let plan = megatron::plan(&graph, shape, BATCH);
     changed(&PlanFile { graph, cluster, plan, program: Program::default(), seq: SEQ }, |_| {})
 }

@@ -14,12 +14,13 @@ use dplan::runtime::{Options as RunOptions, Session};
 use dplan_ir::dtype::DType;
 use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::{Hyper, StepScalars};
-use dplan_ir::plan::Plan;
+use dplan_ir::plan::{Placement, Plan};
 use dplan_ir::program::{Instr, Program};
 use dplan_ir::verify::verify_program;
 use dplan_planner::lower;
+use dplan_planner::machine::{Cluster, Peak, cpu};
 use dplan_planner::request::Refusal;
-use dplan_planner::units::Bytes;
+use dplan_planner::units::{Bytes, PerSecond};
 use std::sync::Arc;
 
 const STEPS: u64 = 3;
@@ -101,6 +102,39 @@ fn unpinned_plans_run_and_train_like_one_rank() {
         }
     }
     assert!(kinds.len() >= 3 && refused > 0, "the limits were to force different plans: {kinds:?}, {refused} refused");
+}
+
+/// Ranks of one machine that are planned for as devices of different speed: how many, and how many times as fast.
+fn unlike(groups: &[(u64, u64)]) -> Cluster {
+    let group = |&(ranks, times): &(u64, u64)| {
+        let mut machine = cpu(ranks);
+        let Peak { f64, f32, .. } = &mut machine.device.peak;
+        [f64, f32, &mut machine.device.bandwidth].into_iter().for_each(|r| *r = PerSecond(r.0 * times));
+        machine
+    };
+    Cluster::new(groups.iter().map(group).collect(), None).unwrap()
+}
+
+#[test]
+fn plans_for_unlike_devices_run_and_train_like_one_rank() {
+    let (mut on_several, mut turned) = (0, 0);
+    for (name, config) in MODELS {
+        let graph = import(config, Some(8), DType::F64);
+        let one = losses(&compile(&graph, &options("cpu:1", 8, DType::F64, "")).unwrap().file);
+        for (groups, pins) in
+            [(&[(2, 1), (2, 4)][..], ""), (&[(1, 4), (3, 1)], "pp=4"), (&[(2, 4), (1, 1), (1, 2)], "pp=2+4"), (&[(2, 1), (6, 3)], "pp=2+4")]
+        {
+            let options = Options { cluster: unlike(groups), ..options("cpu:1", 8, DType::F64, pins) };
+            let Compiled { file, statistics, .. } = compile(&graph, &options).unwrap();
+            assert!(statistics.proved, "{name} on {groups:?}");
+            let read = PlanFile::parse("plan.json", file.to_json().as_bytes()).unwrap();
+            assert_eq!((&read.plan, &read.cluster), (&file.plan, &file.cluster));
+            on_several += usize::from(file.plan.pp() > 1);
+            turned += usize::from(file.plan.placement != Placement::default());
+            alike(&format!("{name} on {groups:?} under {pins}"), &losses(&read), &one);
+        }
+    }
+    assert!(on_several >= 12 && turned >= 3, "{on_several} on several groups, {turned} in another order than given");
 }
 
 fn largest(compiled: &Compiled) -> u64 {

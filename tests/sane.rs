@@ -25,7 +25,7 @@ fn import(config: &str, seq: u64) -> Graph {
 }
 
 fn plan_on(graph: &Graph, cluster: Machine, batch: u64, pins: &str) -> (Plan, Prediction) {
-    let options = Options { cluster, ..options("cpu:1", batch, DType::Bf16, pins) };
+    let options = Options { cluster: cluster.into(), ..options("cpu:1", batch, DType::Bf16, pins) };
     best(graph, &options).unwrap()
 }
 

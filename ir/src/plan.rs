@@ -136,6 +136,38 @@ pub struct StagePlan {
     pub last: u32,
 }
 
+/// Groups of different devices that one cluster may have.
+pub const MOST_GROUPS: usize = 4;
+
+/// The groups of a cluster, in the order in which ranks are counted: those of the first group come first. Places behind the last group name themselves.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct Placement(pub [u8; MOST_GROUPS]);
+
+impl Default for Placement {
+    fn default() -> Placement {
+        Placement([0, 1, 2, 3])
+    }
+}
+
+impl Placement {
+    /// These groups first.
+    pub fn of(groups: &[u8]) -> Placement {
+        let mut placement = Placement::default();
+        placement.0.iter_mut().zip(groups).for_each(|(place, &group)| *place = group);
+        placement
+    }
+
+    /// All orders of so many groups, rising.
+    pub fn all(groups: usize) -> Vec<Placement> {
+        let mut all: Vec<Vec<u8>> = vec![Vec::new()];
+        for _ in 0..groups {
+            let longer = |order: &Vec<u8>| (0..groups as u8).filter(|g| !order.contains(g)).map(|g| [order, &[g][..]].concat()).collect::<Vec<_>>();
+            all = all.iter().flat_map(longer).collect();
+        }
+        all.iter().map(|order| Placement::of(order)).collect()
+    }
+}
+
 #[derive(Clone, PartialEq, Debug)]
 pub struct Plan {
     /// Ranks of each stage.
@@ -154,6 +186,8 @@ pub struct Plan {
     pub boundary: Option<u32>,
     /// The virtual stages, in the order of layers; with one on each stage, the stages.
     pub stages: Vec<StagePlan>,
+    /// Which group of the cluster has which ranks.
+    pub placement: Placement,
     /// Distinct ways of running a layer.
     pub options: Vec<LayerPlan>,
     /// For each layer, which of `options`.
@@ -203,5 +237,19 @@ impl Plan {
     /// Sequences of one step over all ranks.
     pub fn batch(&self) -> u64 {
         self.dp * self.micro_batch * self.micro_batches
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn placements_are_all_orders_of_the_groups_and_no_other() {
+        let counts: Vec<usize> = (1..=MOST_GROUPS).map(|groups| Placement::all(groups).len()).collect();
+        assert_eq!(counts, [1, 2, 6, 24]);
+        assert_eq!(Placement::all(1), [Placement::default()]);
+        assert_eq!(Placement::all(3)[3], Placement([1, 2, 0, 3]));
+        assert!(Placement::all(4).windows(2).all(|w| w[0] < w[1]));
     }
 }

@@ -6,6 +6,7 @@ use crate::menu::{Choice, Menus};
 use crate::objective::{Home, Terms, beside};
 use crate::options::LayerOption;
 use crate::pins::Pins;
+use crate::placement::Seat;
 use crate::prices::Prices;
 use crate::problem::Problem;
 use crate::search::{Found, explore};
@@ -35,8 +36,7 @@ pub fn baselines(problem: &Problem, prices: &mut dyn Prices, per_node: u64, late
         // Textbook systems recompute everywhere or nowhere.
         for (text, recompute) in texts.iter().flat_map(|t| ["none", "full"].map(|r| (t, r))) {
             let Ok(pins) = Pins::parse(&format!("{text},recompute={recompute}")) else { continue };
-            let limit = Some(problem.budget + prices.context().0);
-            let narrowed = Problem::new(prices, problem.devices, problem.batch, problem.types, problem.clip, pins, limit);
+            let narrowed = problem.under(prices, pins);
             if let Some(found) = explore(&narrowed, prices, late).best
                 && best.as_ref().is_none_or(|b| found.solution.objective < b.solution.objective)
             {
@@ -72,14 +72,17 @@ pub fn baselines(problem: &Problem, prices: &mut dyn Prices, per_node: u64, late
 /// What a plan takes if one device of each node serves an equal part of the parameters: all workers push gradients to it, beside the backward pass, and pull
 /// parameters when it has updated them. What `n` workers send to one of `k` servers goes through one link: `(n − 1) · G / k` bytes.
 fn served(problem: &Problem, prices: &dyn Prices, found: &Found, servers: u64) -> u64 {
-    let tuple = &found.menus.tuple;
+    let (tuple, site) = (&found.menus.tuple, found.menus.sites[0].0);
     let mesh = tuple.mesh();
-    let terms = Terms { links: prices, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 1 };
+    // Of workers of its own and of the next nodes.
+    let (here, there) = (Seat { site, first: 0 }, Seat { site, first: mesh.ranks() });
+    let terms = Terms { links: prices, site, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 1 };
     let mut step = found.solution.objective;
     for Layer { choice, option, home } in layers(problem, found) {
         let own = |b: &&BucketSize| !b.tied || home != Home::Repeated;
         let elems: u64 = option.bytes.buckets.iter().filter(own).map(|b| bucket_elems(b.elems, b.ways(&mesh))).sum();
-        let through = |role: Role| prices.message(&mesh, 0, 1, (elems * problem.types.dtype(role).size() * (tuple.dp - 1)).div_ceil(servers)).0;
+        let through =
+            |role: Role| prices.message(&mesh, here, there, (elems * problem.types.dtype(role).size() * (tuple.dp - 1)).div_ceil(servers)).0;
         let backward = option.backward.0;
         // A server updates more than a worker of ZeRO-1 does, launches included.
         let updates = [choice.states.zero, Zero(1)].map(|zero| terms.sync(&option.bytes, States { zero, ..choice.states }, home).update());
@@ -92,8 +95,8 @@ fn served(problem: &Problem, prices: &dyn Prices, found: &Found, servers: u64) -
 
 /// What a plan takes longer if gradients are reduced after the backward pass and parameters are sent out from one rank in every step.
 fn blocking(problem: &Problem, prices: &dyn Prices, found: &Found) -> u64 {
-    let mesh = found.menus.tuple.mesh();
-    let terms = Terms { links: prices, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 1 };
+    let (mesh, site) = (found.menus.tuple.mesh(), found.menus.sites[0].0);
+    let terms = Terms { links: prices, site, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 1 };
     let late = |l: Layer<'_>| terms.sync(&l.option.bytes, l.choice.states, l.home).blocking(l.option.backward);
     layers(problem, found).map(late).sum()
 }

@@ -76,44 +76,67 @@ pub fn trades(ways: impl Iterator<Item = Way>) -> Vec<Trade> {
     all
 }
 
-/// Layers of one kind: their trades, of which they take a `part` at least, and the ZeRO stages they may have, with the least of their buckets.
+/// Layers of one kind on one site: their trades, of which they take a `part` at least, the ZeRO stages they may have, with the least of their buckets, and the bytes that
+/// a stage has there.
 pub struct Layers<'a> {
     pub trades: &'a [Trade],
     pub part: (u64, u64),
     pub syncs: &'a [LayerSync],
-    pub count: usize,
+    pub room: u64,
+}
+
+/// The least time of the slowest stage that has to run its share of so many layers, where each stage is on one of the sites and has so many micro-batches in flight;
+/// nothing if the layers never fit.
+pub fn slowest(sites: &[Layers<'_>], stages_of: impl Iterator<Item = (usize, u64)>, count: usize) -> Option<u64> {
+    let mut stages = Opened { sites, ways: Vec::new(), closed: vec![Vec::new(); sites.len()], stages: Vec::new(), next: BinaryHeap::new() };
+    stages.ways.extend(sites.iter().map(|layers| layers.trades.iter().map(|trade| layers.ways(trade)).collect()));
+    stages_of.for_each(|(site, f)| stages.closed[site].push(f));
+    for site in 0..sites.len() {
+        stages.closed[site].sort_unstable_by_key(|&f| Reverse(f));
+        stages.open(site);
+    }
+    for layer in 1.. {
+        let Reverse((time, at, n)) = stages.next.pop()?;
+        if layer == count {
+            return Some(time);
+        }
+        if n == 1 {
+            stages.open(stages.stages[at].0);
+        }
+        stages.offer(at, n + 1);
+    }
+    None
+}
+
+/// Stages that may take layers. `g` rises with `f` too: a stage is not looked at before the one of its site with fewer in flight has a layer.
+struct Opened<'a> {
+    sites: &'a [Layers<'a>],
+    /// By site.
+    ways: Vec<Vec<Ways>>,
+    /// By site, in flight on each stage that is not looked at yet, the least last.
+    closed: Vec<Vec<u64>>,
+    /// Site, in flight, and trades of whole layers.
+    stages: Vec<(usize, u64, Rc<[Trade]>)>,
+    /// What each stage takes with one layer more, and how many it then has.
+    next: BinaryHeap<Reverse<(u64, usize, u64)>>,
+}
+
+impl Opened<'_> {
+    fn open(&mut self, site: usize) {
+        let Some(f) = self.closed[site].pop() else { return };
+        let same = self.stages.iter().rev().find(|s| (s.0, s.1) == (site, f));
+        let trades = same.map_or_else(|| self.ways[site].iter().map(|ways| ways.trade(f)).collect(), |s| Rc::clone(&s.2));
+        self.stages.push((site, f, trades));
+        self.offer(self.stages.len() - 1, 1);
+    }
+
+    fn offer(&mut self, at: usize, n: u64) {
+        let (site, _, trades) = &self.stages[at];
+        self.next.extend(least(trades, n, self.sites[*site].room).map(|time| Reverse((time, at, n))));
+    }
 }
 
 impl Layers<'_> {
-    /// The least time of the slowest stage, where each stage has `room` bytes and so many micro-batches in flight; nothing if the layers never fit.
-    pub fn slowest(&self, in_flight: impl Iterator<Item = u64>, room: u64) -> Option<u64> {
-        let mut in_flight: Vec<u64> = in_flight.collect();
-        in_flight.sort_unstable();
-        let ways: Vec<Ways> = self.trades.iter().map(|trade| self.ways(trade)).collect();
-        let mut stages: Vec<Rc<[Trade]>> = Vec::with_capacity(in_flight.len());
-        let mut next: BinaryHeap<Reverse<(u64, usize, u64)>> = BinaryHeap::new();
-        // `g` rises with `f` too: a stage is not looked at before the one with fewer in flight has a layer.
-        let open = |next: &mut BinaryHeap<_>, stages: &mut Vec<Rc<[Trade]>>| {
-            let at = stages.len();
-            let Some(&f) = in_flight.get(at) else { return };
-            let same = at.checked_sub(1).filter(|&before| in_flight[before] == f);
-            stages.push(same.map_or_else(|| ways.iter().map(|ways| ways.trade(f)).collect(), |before| Rc::clone(&stages[before])));
-            next.extend(least(&stages[at], 1, room).map(|time| Reverse((time, at, 1))));
-        };
-        open(&mut next, &mut stages);
-        for layer in 1.. {
-            let Reverse((time, at, n)) = next.pop()?;
-            if layer == self.count {
-                return Some(time);
-            }
-            if n == 1 {
-                open(&mut next, &mut stages);
-            }
-            next.extend(least(&stages[at], n + 1, room).map(|time| Reverse((time, at, n + 1))));
-        }
-        None
-    }
-
     /// The ways of a layer under one bound on the workspace.
     fn ways(&self, trade: &Trade) -> Ways {
         let times = |sync: &LayerSync| trade.corners.iter().map(|&(_, time)| sync.least_time(scaled(time, self.part))).collect();
@@ -161,7 +184,8 @@ mod tests {
         let quick = Way { time: 10, frame: 100, workspace: 0 };
         let small = Way { time: 16, frame: 20, workspace: 30 };
         let trades = trades([quick, small].into_iter());
-        Layers { trades: &trades, part, syncs: &[LayerSync::default()], count }.slowest(in_flight.iter().copied(), room)
+        let site = Layers { trades: &trades, part, syncs: &[LayerSync::default()], room };
+        super::slowest(&[site], in_flight.iter().map(|&f| (0, f)), count)
     }
 
     #[test]

@@ -8,13 +8,14 @@ use crate::integer::{self, SolverFault};
 use crate::memory::LayerBytes;
 use crate::menu::Menus;
 use crate::objective::{Home, LayerSync, StageTime, Terms, border, share};
+use crate::placement::{Groups, Site, Weighting, weightings};
 use crate::prices::{Floor, Links, Prices, Reference, scaled};
-use crate::problem::{Kind, Problem};
+use crate::problem::Problem;
 use crate::search::{Closed, How, trend_batches};
 use crate::space::{MOST_TP, Tuple, least_block, searched};
-use dplan_ir::plan::{Schedule, States, Zero};
+use dplan_ir::plan::{Placement, Schedule, States, Zero};
 use dplan_ir::sharding::Sharding;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
 /// What the checker did.
@@ -79,7 +80,7 @@ pub fn check(problem: &Problem, prices: &mut dyn Prices, objective: u64, lower_b
             }
             How::Open(claimed) if claimed < lower_bound => faults.push(Fault::Low { tuple, claimed, objective: lower_bound }),
             How::Open(claimed) => {
-                let floor = quickest(problem, &tuple, &problem.floors(prices, &tuple, Reference::Rank));
+                let floor = quickest(problem, prices, &tuple, Reference::Rank);
                 let found = if floor < lower_bound { weights(problem, prices, &tuple).unwrap_or(u64::MAX) } else { floor };
                 if found >= lower_bound {
                     checked.recomputed += 1;
@@ -139,11 +140,12 @@ fn record(checked: &mut Checked, faults: &mut Vec<Fault>, tuple: Tuple, claimed:
 
 /// Whether some stage would have to keep more layer inputs than it has room for, however the layers are shared out.
 pub(crate) fn is_crowded(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple) -> bool {
-    let inputs: Vec<u64> = (1..problem.layers.len() as u32).map(|layer| prices.boundary_bytes(layer - 1, tuple.shape())).collect();
+    let inputs: Vec<u64> = (1..problem.layers.len() as u32).map(|layer| prices.boundary_bytes(layer - 1, tuple.shape(Site::ONLY))).collect();
     let smallest = inputs.iter().copied().min().unwrap_or(0);
     let mut left = inputs.len() as u64;
     for stage in 0..tuple.pp {
-        left = left.saturating_sub(problem.budget.checked_div(tuple.in_flight(stage) * smallest).unwrap_or(u64::MAX));
+        left =
+            left.saturating_sub(problem.budget_at(site_of(prices, tuple, stage)).checked_div(tuple.in_flight(stage) * smallest).unwrap_or(u64::MAX));
     }
     left > 0
 }
@@ -161,6 +163,7 @@ fn space(problem: &Problem, prices: &mut dyn Prices) -> BTreeSet<Tuple> {
         boundaries.retain(|b| pins.boundary.values().is_none_or(|v| v.iter().any(|&on| *b == on.then_some(1))));
         for pp in (1..=problem.layers.len() as u64).filter(|&pp| n % (tp * pp) == 0 && pins.pp.allows(&pp)) {
             let rest = n / (tp * pp);
+            let placements = placements(prices.groups(), rest * tp, pp);
             let contexts: Vec<u64> =
                 prices.contexts(rest, least_block(pins)).into_iter().filter(|cp| rest.is_multiple_of(*cp) && pins.cp.allows(cp)).collect();
             for (cp, dp) in contexts.into_iter().map(|cp| (cp, rest / cp)).filter(|(_, dp)| pins.dp.allows(dp)) {
@@ -169,9 +172,21 @@ fn space(problem: &Problem, prices: &mut dyn Prices) -> BTreeSet<Tuple> {
                     let micro_batches = problem.batch / dp / micro_batch;
                     for (schedule, virtual_stages) in orders(problem, pp, micro_batches) {
                         for &boundary in &boundaries {
-                            for padding in 0..prices.paddings(tp) {
-                                let tuple =
-                                    |&ep: &u64| Tuple { pp, tp, cp, ep, dp, micro_batch, micro_batches, schedule, virtual_stages, boundary, padding };
+                            for (padding, &placement) in (0..prices.paddings(tp)).flat_map(|padding| placements.iter().map(move |p| (padding, p))) {
+                                let tuple = |&ep: &u64| Tuple {
+                                    pp,
+                                    tp,
+                                    cp,
+                                    ep,
+                                    dp,
+                                    micro_batch,
+                                    micro_batches,
+                                    schedule,
+                                    virtual_stages,
+                                    boundary,
+                                    padding,
+                                    placement,
+                                };
                                 all.extend(experts.iter().map(tuple));
                             }
                         }
@@ -214,55 +229,118 @@ fn orders(problem: &Problem, pp: u64, micro_batches: u64) -> Vec<(Schedule, u64)
     all
 }
 
-/// One micro-batch through all layers, each at the least time of its kind.
-fn all_once(problem: &Problem, floors: &[Floor]) -> u64 {
-    let least: Vec<u64> = floors.iter().map(Floor::time).collect();
-    problem.layers.iter().map(|&kind| least[kind]).sum()
+/// Every order of the groups of devices, of those that do the same the least.
+fn placements(groups: &Groups, ranks: u64, stages: u64) -> Vec<Placement> {
+    let count = groups.count();
+    let mut least: BTreeMap<Vec<(BTreeSet<u8>, u64)>, Placement> = BTreeMap::new();
+    for code in 0..count.pow(count as u32) {
+        let order: Vec<u8> = (0..count as u32).rev().map(|digit| (code / count.pow(digit) % count) as u8).collect();
+        if order.iter().collect::<BTreeSet<_>>().len() < count {
+            continue;
+        }
+        let mut starts = vec![0];
+        starts.extend(order.iter().scan(0u64, |sum, &group| {
+            *sum = sum.saturating_add(groups.sizes()[usize::from(group)]);
+            Some(*sum)
+        }));
+        let of_rank = |rank: u64| starts.partition_point(|&start| start <= rank) - 1;
+        let stage = |stage: u64| {
+            let (first, last) = (of_rank(stage * ranks), of_rank((stage + 1) * ranks - 1));
+            (order[first..=last].iter().copied().collect(), if first == last { stage * ranks - starts[first] } else { 0 })
+        };
+        least.entry((0..stages).map(stage).collect()).or_insert(Placement::of(&order));
+    }
+    least.into_values().collect()
+}
+
+fn site_of(prices: &dyn Prices, tuple: &Tuple, stage: u64) -> Site {
+    prices.groups().seat(tuple.placement, tuple.degrees().ranks(), stage).site
+}
+
+/// The floors of all kinds on every site of a tuple, and how many stages are there.
+struct Floors(Vec<(Site, u64, Vec<Floor>)>);
+
+impl Floors {
+    fn new(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple, from: Reference) -> Floors {
+        let sites = prices.groups().sites(tuple.placement, tuple.degrees().ranks(), tuple.pp);
+        Floors(sites.into_iter().map(|(site, stages)| (site, stages, problem.floors(prices, tuple, site, from))).collect())
+    }
+
+    fn of(&self, site: Site, kind: usize) -> Option<&Floor> {
+        self.0.iter().find(|(known, ..)| *known == site).map(|(.., floors)| &floors[kind])
+    }
+
+    /// One micro-batch through all layers, each at the least time of its kind anywhere.
+    fn all_once(&self, problem: &Problem) -> u64 {
+        let least = |kind: usize| self.0.iter().map(|(.., floors)| floors[kind].time()).min().unwrap_or(0);
+        problem.layers.iter().map(|&kind| least(kind)).sum()
+    }
+
+    /// The objective of layers that take the least time of their kinds. A stage runs every micro-batch, with its part of a mean; otherwise it waits for others while the
+    /// pipeline fills and drains: for one of `parts` of their times.
+    fn quickest(&self, problem: &Problem, tuple: &Tuple) -> u64 {
+        let (waits, parts) = match tuple.schedule {
+            Schedule::GPipe | Schedule::OneFOneB => (1, 1),
+            Schedule::Interleaved => (1, tuple.virtual_stages),
+            Schedule::ZbH1 | Schedule::ZbV => (0, 1),
+        };
+        let runs = tuple.micro_batches * parts - waits;
+        let pass = |floors: &[Floor]| problem.layers.iter().map(|&kind| floors[kind].time()).fold(0, u64::saturating_add);
+        let passes = self.0.iter().map(|(.., floors)| (waits * pass(floors), runs.saturating_mul(pass(floors))));
+        let stages: Vec<u64> = self.0.iter().map(|s| s.1).collect();
+        let mut best = 0;
+        for mean in weightings(&stages, &passes.collect::<Vec<_>>()) {
+            let mut sum = 0;
+            for &kind in &problem.layers {
+                let on = |(at, (.., floors)): (usize, &(Site, u64, Vec<Floor>))| {
+                    let times = u128::from(mean.of_site[at]) * u128::from(runs) + u128::from(mean.sum) * u128::from(waits);
+                    times * u128::from(floors[kind].time())
+                };
+                sum += self.0.iter().enumerate().map(on).min().unwrap_or(0);
+            }
+            best = best.max(sum.div_ceil(u128::from(mean.sum) * u128::from(parts)));
+        }
+        u64::try_from(best).unwrap_or(u64::MAX)
+    }
 }
 
 /// The objective of layers that take the least time of their kinds.
-pub(crate) fn quickest(problem: &Problem, tuple: &Tuple, floors: &[Floor]) -> u64 {
-    let sum = u128::from(all_once(problem, floors));
-    let (p, m, v) = (u128::from(tuple.pp), u128::from(tuple.micro_batches), u128::from(tuple.virtual_stages));
-    // The mean stage runs every micro-batch; while the pipeline fills and drains it waits for its part of the other stages' times.
-    let waits = match tuple.schedule {
-        Schedule::GPipe | Schedule::OneFOneB => (p - 1) * sum,
-        Schedule::Interleaved => (p - 1) * sum / v,
-        Schedule::ZbH1 | Schedule::ZbV => 0,
-    };
-    u64::try_from((m * sum + waits).div_ceil(p)).unwrap_or(u64::MAX)
+pub(crate) fn quickest(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple, from: Reference) -> u64 {
+    Floors::new(problem, prices, tuple, from).quickest(problem, tuple)
 }
 
 /// A bound by the floors of all kinds: the objective if stages that are quick enough for anything better cannot hold all layers.
 fn reached(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple, from: Reference, objective: u64) -> u64 {
-    let floors = problem.floors(prices, tuple, from);
+    let floors = Floors::new(problem, prices, tuple, from);
     let prices: &dyn Prices = prices;
-    let quickest = quickest(problem, tuple, &floors);
+    let quickest = floors.quickest(problem, tuple);
     if quickest >= objective || !tuple.schedule.is_plain() {
         return quickest;
     }
     // No stage of a better plan takes this long.
     let slow = match tuple.micro_batches {
         1 => u64::MAX,
-        m => (objective - all_once(problem, &floors)).div_ceil(m - 1),
+        m => (objective - floors.all_once(problem)).div_ceil(m - 1),
     };
-    let overfull = |(at, floor): (usize, &Floor)| {
-        let held: u64 = (0..tuple.pp).map(|stage| holds(problem, prices, tuple, (&problem.kinds[at], floor), stage, slow)).sum();
-        held < problem.layers.iter().filter(|&&kind| kind == at).count() as u64
+    let overfull = |kind: usize| {
+        let held = |stage: u64| floors.of(site_of(prices, tuple, stage), kind).map(|floor| holds(problem, prices, tuple, (kind, floor), stage, slow));
+        let known = floors.0.iter().all(|(.., floors)| !floors[kind].trades.is_empty());
+        known && (0..tuple.pp).filter_map(held).sum::<u64>() < problem.layers.iter().filter(|&&k| k == kind).count() as u64
     };
-    if floors.iter().enumerate().any(|(at, floor)| !floor.trades.is_empty() && overfull((at, floor))) { objective } else { quickest }
+    if (0..problem.kinds.len()).any(overfull) { objective } else { quickest }
 }
 
 /// The most layers of a kind, split between any two ways, that a stage can hold and run in less than `slow`; all layers at most.
-fn holds(problem: &Problem, prices: &dyn Prices, tuple: &Tuple, (kind, floor): (&Kind, &Floor), stage: u64, slow: u64) -> u64 {
+fn holds(problem: &Problem, prices: &dyn Prices, tuple: &Tuple, (kind, floor): (usize, &Floor), stage: u64, slow: u64) -> u64 {
     let (mesh, links, in_flight): (_, &dyn Links, _) = (tuple.mesh(), prices, tuple.in_flight(stage));
-    let terms = Terms { links, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 1 };
+    let (site, kind) = (site_of(prices, tuple, stage), &problem.kinds[kind]);
+    let terms = Terms { links, site, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 1 };
     let bytes = LayerBytes { buckets: floor.buckets.clone(), ..LayerBytes::default() };
     let zeros = kind.zero.iter().filter(|z| tuple.dp * tuple.cp > 1 || z.0 == 0);
     let states = zeros.flat_map(|&zero| kind.offload.iter().map(move |&offload| States { zero, offload }));
     let syncs: Vec<_> = states.map(|states| terms.sync(&bytes, states, Home::Together)).collect();
     let fits = |n: u64, trade: &Trade| {
-        let Some(free) = problem.budget.checked_sub(scaled(trade.workspace(), floor.part)) else { return false };
+        let Some(free) = problem.budget_at(site).checked_sub(scaled(trade.workspace(), floor.part)) else { return false };
         let way = |sync: &LayerSync, &(frame, time): &(u64, u64)| {
             (n * (sync.states() + scaled(frame, (in_flight * floor.part.0, floor.part.1))), n * sync.least_time(scaled(time, floor.part)))
         };
@@ -280,23 +358,22 @@ fn holds(problem: &Problem, prices: &dyn Prices, tuple: &Tuple, (kind, floor): (
 
 /// The least objective that the priced layers allow; nothing if some layer cannot run.
 pub(crate) fn weights(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple) -> Option<u64> {
-    let shape = tuple.shape();
-    let mesh = tuple.mesh();
-    let (pipeline, p) = (tuple.pipeline(), tuple.pp);
+    let (mesh, pipeline, p) = (tuple.mesh(), tuple.pipeline(), tuple.pp);
     let parted = matches!(tuple.schedule, Schedule::ZbH1 | Schedule::ZbV);
     // How often the slowest stage counts.
     let n = match tuple.schedule {
         Schedule::GPipe | Schedule::OneFOneB => tuple.micro_batches,
         Schedule::Interleaved | Schedule::ZbH1 | Schedule::ZbV => 1,
     };
-    // Ways of each kind: (least time, least end, what the tied parameter is like).
-    type Way = (u64, u64, Option<(Sharding, Zero)>);
-    let mut kinds: Vec<Vec<Way>> = Vec::new();
-    for kind in &problem.kinds {
-        let offers = prices.offers(kind.class, shape);
-        let halves = if parted { prices.halves(kind.class, shape) } else { Rc::from([]) };
-        let terms = Terms { links: &*prices, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 2.min(p) };
-        let mut ways = Vec::new();
+    let sites = prices.groups().sites(tuple.placement, mesh.ranks(), p);
+    // Ways of each kind: (site, least time, least end, what the tied parameter is like).
+    type Way = (usize, u64, u64, Option<(Sharding, Zero)>);
+    let mut kinds: Vec<Vec<Way>> = vec![Vec::new(); problem.kinds.len()];
+    for ((at_site, &(site, _)), kind) in sites.iter().enumerate().flat_map(|s| (0..problem.kinds.len()).map(move |kind| (s, kind))) {
+        let (ways, kind) = (&mut kinds[kind], &problem.kinds[kind]);
+        let (offers, before) = (prices.offers(kind.class, tuple.shape(site)), ways.len());
+        let halves = if parted { prices.halves(kind.class, tuple.shape(site)) } else { Rc::from([]) };
+        let terms = Terms { links: &*prices, site, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 2.min(p) };
         for (offer, at) in offers.iter().zip(0..).filter(|(o, _)| kind.recompute.contains(&o.option.recompute)) {
             let half = halves.get(at);
             if parted && half.is_none() {
@@ -313,23 +390,29 @@ pub(crate) fn weights(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple)
                     share(&pipeline, &of)
                 });
                 let least = |of: fn(&StageTime) -> u64| shares.iter().map(of).min().unwrap_or(0);
-                ways.push((least(|s| s.time), least(|s| s.end), offer.tie.clone().map(|sharding| (sharding, zero))));
+                ways.push((at_site, least(|s| s.time), least(|s| s.end), offer.tie.clone().map(|sharding| (sharding, zero))));
             }
         }
-        kinds.push(ways);
+        // Sites are alike in what can run.
+        if ways.len() == before {
+            return None;
+        }
     }
     let layers = problem.layers.len() as u32;
-    let crossing: Vec<u64> = (0..layers.saturating_sub(1)).map(|l| prices.boundary_bytes(l, shape)).collect();
+    let crossing: Vec<u64> = (0..layers.saturating_sub(1)).map(|l| prices.boundary_bytes(l, tuple.shape(Site::ONLY))).collect();
+    let seat = |stage: u64| prices.groups().seat(tuple.placement, mesh.ranks(), stage);
+    // Of each border: the site of the stage before it, and what it adds.
     let message = |c: u64| {
         let (from, to) = (pipeline.stage_of(c), pipeline.stage_of(c + 1));
-        let quickest = crossing.iter().map(|&bytes| 2 * prices.message(&mesh, from, to, bytes).0).min().unwrap_or(0);
-        border(&pipeline, if from == to { 0 } else { quickest })
+        let quickest = crossing.iter().map(|&bytes| 2 * prices.message(&mesh, seat(from), seat(to), bytes).0).min().unwrap_or(0);
+        (sites.iter().position(|s| s.0 == seat(from).site).unwrap_or(0), border(&pipeline, if from == to { 0 } else { quickest }))
     };
-    let messages: StageTime = (0..pipeline.all_virtual() - 1).map(message).sum();
-    let terms = Terms { links: &*prices, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 2.min(p) };
+    let borders: Vec<(usize, StageTime)> = (0..pipeline.all_virtual() - 1).map(message).collect();
+    let messages: StageTime = borders.iter().map(|b| b.1).sum();
+    let terms = Terms { links: &*prices, site: sites[0].0, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 2.min(p) };
     let constant = terms.constant(p);
 
-    let mut ties: Vec<Option<(Sharding, Zero)>> = kinds.iter().flatten().map(|w| w.2.clone()).filter(Option::is_some).collect();
+    let mut ties: Vec<Option<(Sharding, Zero)>> = kinds.iter().flatten().map(|w| w.3.clone()).filter(Option::is_some).collect();
     ties.sort();
     ties.dedup();
     if ties.is_empty() {
@@ -337,17 +420,28 @@ pub(crate) fn weights(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple)
     }
     let mut best: Option<u128> = None;
     for tie in ties {
-        let ways = |kind: usize| kinds[kind].iter().filter(|w| w.2.is_none() || w.2 == tie);
+        let ways = |kind: usize| kinds[kind].iter().filter(|w| w.3.is_none() || w.3 == tie);
         if (0..kinds.len()).any(|k| ways(k).next().is_none()) {
             continue;
         }
         let least = |of: &dyn Fn(&Way) -> u128| (0..kinds.len()).map(|k| ways(k).map(of).min().unwrap_or(0)).collect::<Vec<u128>>();
         let sum = |of: &[u128]| problem.layers.iter().map(|&k| of[k]).sum::<u128>();
+        let (time, end) = (least(&|w| u128::from(w.1)), least(&|w| u128::from(w.2)));
+        // The slowest stage and the longest end are at least any mean of all, of one choice for both.
+        let on_site = |at: usize, of: fn(&Way) -> u64| {
+            let least = |kind: usize| ways(kind).filter(|w| w.0 == at).map(of).min().unwrap_or(0);
+            problem.layers.iter().map(|&kind| least(kind)).sum::<u64>()
+        };
+        let pass = |at: usize| (on_site(at, |w| w.1), (n - 1).saturating_mul(on_site(at, |w| w.1)).saturating_add(on_site(at, |w| w.2)));
+        let stages: Vec<u64> = sites.iter().map(|s| s.1).collect();
+        let mean = |weights: Weighting| {
+            let (all, of_site) = (u128::from(weights.sum), |at: usize| u128::from(weights.of_site[at]));
+            let counted = |at: usize, time: u64, end: u64| (all + u128::from(n - 1) * of_site(at)) * u128::from(time) + of_site(at) * u128::from(end);
+            let messages: u128 = borders.iter().map(|&(at, StageTime { time, end })| counted(at, time, end)).sum();
+            (sum(&least(&|w| counted(w.0, w.1, w.2))) + messages).div_ceil(all)
+        };
+        let mean = weightings(&stages, &(0..sites.len()).map(pass).collect::<Vec<_>>()).into_iter().map(mean).max().unwrap_or(0);
         let (p, n) = (u128::from(p), u128::from(n));
-        let (time, end) = (least(&|w| u128::from(w.0)), least(&|w| u128::from(w.1)));
-        // The slowest stage and the longest end are at least the mean ones, of one choice for both.
-        let mean =
-            sum(&least(&|w| (p + n - 1) * u128::from(w.0) + u128::from(w.1))) + (p + n - 1) * u128::from(messages.time) + u128::from(messages.end);
         // Or each by itself, where some stage also holds its share of the layers of a kind, rounded up.
         let share = |kind: usize| (problem.layers.iter().filter(|&&k| k == kind).count() as u128).div_ceil(p);
         let total = sum(&time) + u128::from(messages.time);
@@ -356,7 +450,7 @@ pub(crate) fn weights(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple)
             slowest = slowest.max(share(kind) * time[kind]);
             longest = longest.max(share(kind) * end[kind]);
         }
-        let bound = mean.div_ceil(p).max(total + (n - 1) * slowest + longest);
+        let bound = mean.max(total + (n - 1) * slowest + longest);
         best = Some(best.map_or(bound, |b| b.min(bound)));
     }
     best.map(|b| u64::try_from(b + u128::from(constant)).unwrap_or(u64::MAX))

@@ -71,12 +71,12 @@ pub fn explain(problem: &Problem, prices: &mut dyn Prices, plan: &Plan) -> Optio
 
 /// The menus in which every layer of the plan is a choice, and these choices.
 fn recognise(problem: &Problem, prices: &mut dyn Prices, plan: &Plan, padding: u32) -> Option<(Menus, Vec<u32>)> {
-    let &Plan { dp, ep, cp, tp, micro_batch, micro_batches, schedule, virtual_stages, boundary, .. } = plan;
-    let tuple = Tuple { pp: plan.pp(), tp, cp, ep, dp, micro_batch, micro_batches, schedule, virtual_stages, boundary, padding };
+    let &Plan { dp, ep, cp, tp, micro_batch, micro_batches, schedule, virtual_stages, boundary, placement, .. } = plan;
+    let tuple = Tuple { pp: plan.pp(), tp, cp, ep, dp, micro_batch, micro_batches, schedule, virtual_stages, boundary, padding, placement };
     let menus = Menus::new(problem, prices, tuple)?;
     let choice = |(layer, &kind): (u32, &usize)| {
-        let wanted = plan.layer(layer);
-        (0..menus.choices[kind].len() as u32).find(|&c| layer_plan(&menus, kind, c) == *wanted)
+        let (wanted, row) = (plan.layer(layer), menus.row(plan.stage_of(layer), kind));
+        (0..menus.choices[row].len() as u32).find(|&c| layer_plan(&menus, row, c) == *wanted)
     };
     let choices = (0..).zip(&problem.layers).map(choice).collect::<Option<Vec<u32>>>()?;
     Some((menus, choices))
@@ -97,6 +97,10 @@ impl View<'_> {
         self.stages.home(layer, &self.plan.pipeline().virtual_stages_of(stage).map(range).collect::<Vec<_>>())
     }
 
+    fn row(&self, layer: usize) -> usize {
+        self.menus.row(self.plan.stage_of(layer as u32), self.problem.layers[layer])
+    }
+
     fn index(&self, layer: usize, instead: Option<(usize, u32)>) -> u32 {
         match instead {
             Some((at, other)) if at == layer => other,
@@ -105,34 +109,35 @@ impl View<'_> {
     }
 
     fn choice(&self, layer: usize, instead: Option<(usize, u32)>) -> &Choice {
-        &self.menus.choices[self.problem.layers[layer]][self.index(layer, instead) as usize]
+        &self.menus.choices[self.row(layer)][self.index(layer, instead) as usize]
     }
 
     fn note(&self, stage: usize, layer: usize) -> Note {
-        let kind = self.problem.layers[layer];
+        let row = self.row(layer);
         let chosen = self.choice(layer, None);
         let terms = chosen.terms(self.home(layer));
-        let tie = |c: &Choice| self.menus.offers[kind][c.offer as usize].tie.as_ref().map(|sharding| (sharding, c.states.zero));
+        let tie = |c: &Choice| self.menus.offers[row][c.offer as usize].tie.as_ref().map(|sharding| (sharding, c.states.zero));
         let now = self.step(None);
+        let budget = self.problem.budget_at(self.menus.sites[self.menus.site_of(stage as u64)].0);
         let (mut next, mut denied): (Option<Alternative>, Option<Alternative>) = (None, None);
-        for (other, at) in self.menus.choices[kind].iter().zip(0..) {
+        for (other, at) in self.menus.choices[row].iter().zip(0..) {
             if at == self.choices[layer] || tie(other) != tie(chosen) {
                 continue;
             }
             let instead = Some((layer, at));
             let (step, arena) = (self.step(instead), self.arena(stage, instead));
-            let short = arena.saturating_sub(self.problem.budget);
+            let short = arena.saturating_sub(budget);
             let place = if short == 0 { &mut next } else { &mut denied };
             let better = place.as_ref().is_none_or(|p| (step, short) < (p.step.0, p.short.0));
             if better && (short == 0 || step < now) {
-                *place = Some(Alternative { plan: layer_plan(self.menus, kind, at), step: Nanos(step), arena: Bytes(arena), short: Bytes(short) });
+                *place = Some(Alternative { plan: layer_plan(self.menus, row, at), step: Nanos(step), arena: Bytes(arena), short: Bytes(short) });
             }
         }
         Note {
             first: layer,
             last: layer,
             stage,
-            plan: layer_plan(self.menus, kind, self.choices[layer]),
+            plan: layer_plan(self.menus, row, self.choices[layer]),
             time: Nanos(terms.time),
             end: Nanos(terms.end),
             states: Bytes(terms.states),
@@ -162,8 +167,8 @@ impl View<'_> {
         for (c, &slots) in pipeline.virtual_stages_of(stage).zip(&self.menus.slots[stage as usize]) {
             let cut = &self.plan.stages[c as usize];
             layers.extend((cut.first as usize..=cut.last as usize).map(|layer| {
-                let (kind, choice) = (self.problem.layers[layer], self.index(layer, instead));
-                (self.menus.bytes(kind, choice), self.menus.choices[kind][choice as usize].states, slots)
+                let (row, choice) = (self.row(layer), self.index(layer, instead));
+                (self.menus.bytes(row, choice), self.menus.choices[row][choice as usize].states, slots)
             }));
         }
         let at = StagePosition { pipeline, stage, boundary: self.menus.boundary };

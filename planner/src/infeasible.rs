@@ -2,7 +2,7 @@
 
 use crate::memory::is_offloaded;
 use crate::menu::Menus;
-use crate::pins::Pins;
+use crate::placement::Site;
 use crate::prices::{Prices, Shape};
 use crate::problem::Problem;
 use crate::search::NEVER;
@@ -62,16 +62,11 @@ pub fn fewest_devices(problem: &Problem, prices: &mut dyn Prices, step: u64, mos
 pub fn conflicts(problem: &Problem, prices: &mut dyn Prices) -> Vec<&'static str> {
     let mut named = Vec::new();
     for (key, pins) in problem.pins.relaxations() {
-        if fits(&relaxed(problem, prices, pins), prices) {
+        if fits(&problem.under(prices, pins), prices) {
             named.push(key);
         }
     }
     named
-}
-
-fn relaxed(problem: &Problem, prices: &dyn Prices, pins: Pins) -> Problem {
-    let limit = Some(problem.budget + prices.context().0);
-    Problem::new(prices, problem.devices, problem.batch, problem.types, problem.clip, pins, limit)
 }
 
 /// Tuples, those that need least memory first; `gpipe`, which holds more than its twin, is left out where that is allowed.
@@ -86,7 +81,7 @@ fn thrifty(problem: &Problem, prices: &mut dyn Prices) -> Vec<Tuple> {
 /// Bytes of parameters, gradients and optimizer states of the whole model on the device, each kept once, what may be offloaded left out: more devices than budgets
 /// of it are needed.
 fn least_states(problem: &Problem, prices: &mut dyn Prices) -> Option<u64> {
-    let shape = Shape { tp: 1, cp: 1, ep: 1, micro_batch: 1, boundary: None, padding: 0 };
+    let shape = Shape { tp: 1, cp: 1, ep: 1, micro_batch: 1, boundary: None, padding: 0, site: Site::ONLY };
     let mut total = 0;
     for (at, &kind) in problem.layers.iter().enumerate() {
         let kind = &problem.kinds[kind];

@@ -59,7 +59,7 @@ impl Column {
     }
 }
 
-/// Layers of one kind that lie alike towards the tied parameter, on virtual stages that keep as much: kind, home, slots, how many.
+/// Layers of one row ([`crate::menu`]) that lie alike towards the tied parameter, on virtual stages that keep as much: row, home, slots, how many.
 type Members = (usize, Home, Slots, usize);
 
 /// A stage that could hold the layers from `start` to before `end`.
@@ -149,7 +149,7 @@ pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bo
     let trend_batches = trend_batches(closed.iter().filter(|c| c.how != How::Crowded).map(|c| &c.tuple));
     let mut order: Vec<(u64, usize)> = Vec::new();
     for (at, tuple) in space.iter().enumerate().filter(|&(at, _)| closed[at].how != How::Crowded) {
-        order.push((quickest(problem, tuple, &problem.floors(prices, tuple, Reference::Rank)), at));
+        order.push((quickest(problem, prices, tuple, Reference::Rank), at));
     }
     order.sort_unstable();
     let (mut best, mut objective, mut solved, mut lower_bound): (Option<Found>, u64, usize, Option<u64>) = (None, NEVER, 0, None);
@@ -166,7 +166,7 @@ pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bo
             continue;
         }
         let sequences = trend_batches[&tuple.tp];
-        let trend = quickest(problem, &tuple, &problem.floors(prices, &tuple, Reference::Same { sequences }));
+        let trend = quickest(problem, prices, &tuple, Reference::Same { sequences });
         if trend >= objective {
             closed[at].how = How::Trend(trend);
             continue;
@@ -249,6 +249,12 @@ impl Tableau<'_> {
         Ok(best)
     }
 
+    /// The row of a layer of a stage of these parts.
+    fn row(&self, layer: usize, parts: &[Part]) -> usize {
+        let stage = self.menus.tuple.pipeline().stage_of(parts[0].virtual_stage);
+        self.menus.row(stage as usize, self.layers[layer])
+    }
+
     /// How the tied parameter's homes lie, seen from a layer of a stage of these parts.
     fn home(&self, layer: usize, parts: &[Part]) -> Home {
         let here = |l: usize| parts.iter().any(|p| (p.start..p.end).contains(&l));
@@ -260,11 +266,11 @@ impl Tableau<'_> {
         }
     }
 
-    /// The members of a stage, each kind, position towards the tied parameter and slots once.
+    /// The members of a stage, each row, position towards the tied parameter and slots once.
     fn members(&self, parts: &[Part]) -> Vec<Members> {
         let mut members: Vec<Members> = Vec::new();
         for (layer, slots) in parts.iter().flat_map(|p| (p.start..p.end).map(|l| (l, p.slots))) {
-            let key = (self.layers[layer], self.home(layer, parts), slots);
+            let key = (self.row(layer, parts), self.home(layer, parts), slots);
             match members.iter_mut().find(|m| (m.0, m.1, m.2) == key) {
                 Some(known) => known.3 += 1,
                 None => members.push((key.0, key.1, key.2, 1)),
@@ -276,7 +282,7 @@ impl Tableau<'_> {
     /// No step ends sooner: one stage has the layer with the longest end.
     fn shortest_end(&self) -> u64 {
         let least = |kind: usize| {
-            let ends = self.menus.choices[kind].iter().flat_map(|c| Home::ALL.map(|h| c.share(h).end));
+            let ends = self.menus.rows(kind).flat_map(|row| &self.menus.choices[row]).flat_map(|c| Home::ALL.map(|h| c.share(h).end));
             ends.min().unwrap_or(0)
         };
         let sum: u64 = self.layers.iter().map(|&kind| least(kind)).sum();
@@ -349,12 +355,12 @@ impl Tableau<'_> {
     }
 
     fn least_time(&self, kind: usize) -> u64 {
-        self.menus.choices[kind].iter().flat_map(|c| Home::ALL.map(|h| c.share(h).time)).min().unwrap_or(0)
+        self.menus.rows(kind).flat_map(|row| &self.menus.choices[row]).flat_map(|c| Home::ALL.map(|h| c.share(h).time)).min().unwrap_or(0)
     }
 
-    /// The undominated choices of a kind.
-    fn columns(&mut self, kind: usize, home: Home, slots: Slots) -> Vec<Column> {
-        let menu = &self.menus.choices[kind];
+    /// The undominated choices of a row.
+    fn columns(&mut self, row: usize, home: Home, slots: Slots) -> Vec<Column> {
+        let menu = &self.menus.choices[row];
         let build = || {
             let column = |(choice, at): (&crate::menu::Choice, u32)| {
                 let (terms, share) = (choice.terms(home), choice.share(home));
@@ -371,14 +377,14 @@ impl Tableau<'_> {
             }
             kept
         };
-        self.columns.entry((kind, home, slots)).or_insert_with(build).clone()
+        self.columns.entry((row, home, slots)).or_insert_with(build).clone()
     }
 
     /// What all layers but these take at least.
     fn others(&self, members: &[Members]) -> u64 {
         let least = |kind: usize| self.least_time(kind);
         let all: u64 = self.layers.iter().map(|&kind| least(kind)).sum();
-        all - members.iter().map(|&(kind, .., count)| count as u64 * least(kind)).sum::<u64>() + self.menus.constant
+        all - members.iter().map(|&(row, .., count)| count as u64 * least(self.menus.kind(row))).sum::<u64>() + self.menus.constant
     }
 
     /// A stage at its least time, whatever its largest workspace and ring; `joint` bounds `repeats · time + end` from above.
@@ -386,7 +392,7 @@ impl Tableau<'_> {
         if (self.late)() {
             return Err(SolverFault::Late);
         }
-        let columns: Vec<Vec<Column>> = members.iter().map(|&(kind, home, slots, _)| self.columns(kind, home, slots)).collect();
+        let columns: Vec<Vec<Column>> = members.iter().map(|&(row, home, slots, _)| self.columns(row, home, slots)).collect();
         let mut best: Option<Run> = None;
         for ring in sizes(&columns, |c| c.ring) {
             let mut before = 0;
@@ -413,14 +419,14 @@ impl Tableau<'_> {
         let mut choices = vec![0; self.layers.len()];
         let mut all: Vec<Part> = Vec::new();
         for (parts, run) in stages {
-            // Which choices the layers of each kind, position and slots have still to make.
+            // Which choices the layers of each row, position and slots have still to make.
             let mut left: BTreeMap<(usize, Home, Slots), Vec<u32>> = BTreeMap::new();
-            for &((kind, home, slots, _), choice, count) in &run.counts {
-                left.entry((kind, home, slots)).or_default().extend(std::iter::repeat_n(choice, count));
+            for &((row, home, slots, _), choice, count) in &run.counts {
+                left.entry((row, home, slots)).or_default().extend(std::iter::repeat_n(choice, count));
             }
             left.values_mut().for_each(|choices| choices.sort_unstable_by(|a, b| b.cmp(a)));
             for (layer, slots) in parts.iter().flat_map(|p| (p.start..p.end).map(|l| (l, p.slots))) {
-                let place = left.get_mut(&(self.layers[layer], self.home(layer, parts), slots));
+                let place = left.get_mut(&(self.row(layer, parts), self.home(layer, parts), slots));
                 if let Some(choice) = place.and_then(|choices| choices.pop()) {
                     choices[layer] = choice;
                 }

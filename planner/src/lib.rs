@@ -20,6 +20,7 @@ pub mod objective;
 pub mod options;
 pub mod padding;
 pub mod pins;
+pub mod placement;
 pub mod predict;
 pub mod prices;
 pub mod problem;

@@ -1,8 +1,12 @@
 //! The choices of each kind of layer inside a tuple: an option with a ZeRO stage and a way of offloading, as terms of the objective and of the arena.
+//!
+//! Choices depend on the devices, so a kind of layer has a menu on every site where the tuple has stages, a *row*: site by site, on each all kinds in order. On a cluster of
+//! equal devices rows are kinds.
 
 use crate::memory::{LayerBytes, boundary_bytes, scalar_bytes, workspace_region};
 use crate::objective::{Home, LayerSync, LayerTerms, StageTime, Terms, border, share};
 use crate::options::Halves;
+use crate::placement::{Seat, Site};
 use crate::prices::{Links, Offer, Prices};
 use crate::problem::{Kind, Problem};
 use crate::space::Tuple;
@@ -43,13 +47,20 @@ pub type Tie = (Sharding, Zero);
 #[derive(Clone, Debug)]
 pub struct Menus {
     pub tuple: Tuple,
+    /// Sites of stages, each with how many it has.
+    pub sites: Vec<(Site, u64)>,
+    /// By row.
     pub offers: Vec<Rc<[Offer]>>,
-    /// By kind, as the offers; nothing where backward passes run in one piece.
+    /// By row, as the offers; nothing where backward passes run in one piece.
     halves: Vec<Rc<[Halves]>>,
-    /// By kind.
+    /// By row.
     pub choices: Vec<Vec<Choice>>,
     /// By kind: whether its layers are homes of the tied parameter.
     pub tied: Vec<bool>,
+    /// By stage, which of the sites it is on.
+    site_of: Vec<usize>,
+    /// By stage, bytes that its devices have less than those with most.
+    less: Vec<u64>,
     /// By stage, what each of its virtual stages keeps.
     pub slots: Vec<Vec<Slots>>,
     /// Nanoseconds of messages to the next virtual stage, both ways: by virtual stage, by size class of what crosses.
@@ -64,21 +75,15 @@ pub struct Menus {
 impl Menus {
     /// The menus of a tuple, or nothing if some layer cannot run in it at all.
     pub fn new(problem: &Problem, prices: &mut dyn Prices, tuple: Tuple) -> Option<Menus> {
-        let (shape, pipeline) = (tuple.shape(), tuple.pipeline());
-        let parted = pipeline.parts_backward();
-        let mut offers = Vec::new();
-        for kind in &problem.kinds {
-            let all = prices.offers(kind.class, shape);
-            if all.is_empty() {
-                return None;
-            }
-            offers.push(all);
+        let (pipeline, mesh) = (tuple.pipeline(), tuple.mesh());
+        let groups = prices.groups();
+        let seats: Vec<Seat> = (0..tuple.pp).map(|stage| groups.seat(tuple.placement, mesh.ranks(), stage)).collect();
+        let sites = groups.sites(tuple.placement, mesh.ranks(), tuple.pp);
+        let mut rows = Rows::default();
+        for &(site, _) in &sites {
+            rows.add(problem, prices, &tuple, site)?;
         }
-        let in_halves = |kind: &Kind, prices: &mut dyn Prices| if parted { prices.halves(kind.class, shape) } else { Rc::from([]) };
-        let halves: Vec<Rc<[Halves]>> = problem.kinds.iter().map(|kind| in_halves(kind, prices)).collect();
-        if parted && halves.iter().zip(&offers).any(|(h, o)| h.len() != o.len()) {
-            return None;
-        }
+        let shape = tuple.shape(sites[0].0);
         let last = problem.layers.len().saturating_sub(1) as u32;
         let sizes: Vec<u64> = (0..last).map(|layer| prices.boundary_bytes(layer, shape)).collect();
         let mut distinct = sizes.clone();
@@ -86,63 +91,54 @@ impl Menus {
         distinct.dedup();
         let crossing = sizes.iter().map(|s| distinct.partition_point(|d| d < s)).collect();
 
-        let mesh = tuple.mesh();
         let links: &dyn Links = prices;
-        let terms = Terms { links, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 2.min(tuple.pp) };
         let message = |virtual_stage: u64| {
             let (from, to) = (pipeline.stage_of(virtual_stage), pipeline.stage_of(virtual_stage + 1));
-            let time = |&bytes: &u64| if from == to { 0 } else { 2 * links.message(&mesh, from, to, bytes).0 };
+            let time = |&bytes: &u64| if from == to { 0 } else { 2 * links.message(&mesh, seats[from as usize], seats[to as usize], bytes).0 };
             distinct.iter().map(time).collect()
         };
         let messages = (0..pipeline.all_virtual() - 1).map(message).collect();
-        let mut choices = Vec::new();
-        for ((kind, offers), halves) in problem.kinds.iter().zip(&offers).zip(&halves) {
-            let all: Vec<States> = kind.states(&tuple).collect();
-            // Many options have the same buckets.
-            let mut syncs: Vec<(&Offer, Vec<[LayerSync; 3]>)> = Vec::new();
-            let mut menu = Vec::new();
-            for (offer, index) in offers.iter().zip(0..) {
-                if !kind.recompute.contains(&offer.option.recompute) {
-                    continue;
-                }
-                let bytes = &offer.option.bytes;
-                let known = syncs.iter().position(|(o, _)| o.option.bytes.buckets == bytes.buckets).unwrap_or_else(|| {
-                    let by_states = all.iter().map(|&states| {
-                        let together = terms.sync(bytes, states, Home::Together);
-                        let of = |home| if bytes.buckets.iter().any(|b| b.tied) { terms.sync(bytes, states, home) } else { together };
-                        [together, of(Home::Repeated), of(Home::Apart)]
-                    });
-                    syncs.push((offer, by_states.collect()));
-                    syncs.len() - 1
-                });
-                for (&states, sync) in all.iter().zip(&syncs[known].1) {
-                    let halves = halves.get(index as usize);
-                    let terms = sync.map(|s| match halves {
-                        Some(halves) => s.parted(offer.option.forward, halves.input, halves.weight),
-                        None => s.terms(offer.option.forward, offer.option.backward),
-                    });
-                    let shares = terms.map(|t| share(&pipeline, &t));
-                    let bytes = halves.map_or(bytes, |h| &h.bytes);
-                    let workspace = workspace_region(bytes.workspace);
-                    menu.push(Choice { offer: index, states, terms, shares, frame: bytes.frame, held: bytes.held, workspace });
-                }
-            }
-            if menu.is_empty() {
-                return None;
-            }
-            choices.push(menu);
-        }
-        let tied = offers.iter().map(|o| o.iter().any(|o| o.tie.is_some())).collect();
-        let boundary = distinct.last().copied().unwrap_or(0);
-        let constant = terms.constant(tuple.pp);
-        let slots = (0..tuple.pp).map(|stage| pipeline.slots(stage)).collect();
-        Some(Menus { tuple, offers, halves, choices, tied, slots, messages, crossing, boundary, constant })
+        let Rows { offers, halves, choices } = rows;
+        Some(Menus {
+            tied: offers[..problem.kinds.len()].iter().map(|o| o.iter().any(|o| o.tie.is_some())).collect(),
+            site_of: seats.iter().map(|seat| sites.iter().position(|(site, _)| *site == seat.site).unwrap_or(0)).collect(),
+            less: seats.iter().map(|seat| problem.less[seat.site.index()]).collect(),
+            slots: (0..tuple.pp).map(|stage| pipeline.slots(stage)).collect(),
+            boundary: distinct.last().copied().unwrap_or(0),
+            constant: Terms { links, site: sites[0].0, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 2.min(tuple.pp) }
+                .constant(tuple.pp),
+            tuple,
+            sites,
+            offers,
+            halves,
+            choices,
+            messages,
+            crossing,
+        })
+    }
+
+    /// The row of a kind of layer on a stage.
+    pub fn row(&self, stage: usize, kind: usize) -> usize {
+        self.site_of[stage] * self.tied.len() + kind
+    }
+    /// The rows of a kind on all sites.
+    pub fn rows(&self, kind: usize) -> impl Iterator<Item = usize> {
+        let kinds = self.tied.len();
+        (0..self.sites.len()).map(move |site| site * kinds + kind)
+    }
+    /// The kind of a row.
+    pub fn kind(&self, row: usize) -> usize {
+        row % self.tied.len()
+    }
+    /// Which of the sites a stage is on.
+    pub fn site_of(&self, stage: u64) -> usize {
+        self.site_of[stage as usize]
     }
 
     /// What an option needs in this tuple.
-    pub fn bytes(&self, kind: usize, choice: u32) -> &LayerBytes {
-        let offer = self.choices[kind][choice as usize].offer as usize;
-        self.halves[kind].get(offer).map_or(&self.offers[kind][offer].option.bytes, |h| &h.bytes)
+    pub fn bytes(&self, row: usize, choice: u32) -> &LayerBytes {
+        let offer = self.choices[row][choice as usize].offer as usize;
+        self.halves[row].get(offer).map_or(&self.offers[row][offer].option.bytes, |h| &h.bytes)
     }
 
     /// What the messages from a virtual stage to the next add, if `layer` is its last.
@@ -157,26 +153,102 @@ impl Menus {
         border(&self.tuple.pipeline(), messages.unwrap_or(0))
     }
 
-    /// Bytes left for layers in the arena of a stage.
+    /// Bytes left for layers in the arena of a stage, where devices with most memory have this budget.
     pub fn room(&self, budget: u64, stage: u64) -> Option<u64> {
-        budget.checked_sub(scalar_bytes() + boundary_bytes(self.boundary, &self.tuple.pipeline(), stage))
+        budget.checked_sub(self.less[stage as usize])?.checked_sub(scalar_bytes() + boundary_bytes(self.boundary, &self.tuple.pipeline(), stage))
     }
 
     /// Menus for each sharding and ZeRO stage of the tied parameter that all its homes can have; the menus themselves if nothing is tied.
     pub fn by_tie(&self) -> Vec<Menus> {
-        let homes: Vec<usize> = (0..self.tied.len()).filter(|&k| self.tied[k]).collect();
+        let homes: Vec<usize> = (0..self.choices.len()).filter(|&row| self.tied[self.kind(row)]).collect();
         let Some(&first) = homes.first() else { return vec![self.clone()] };
-        let tie = |kind: usize, choice: &Choice| self.offers[kind][choice.offer as usize].tie.clone().map(|sharding| (sharding, choice.states.zero));
+        let tie = |row: usize, choice: &Choice| self.offers[row][choice.offer as usize].tie.clone().map(|sharding| (sharding, choice.states.zero));
         let mut ties: Vec<Tie> = self.choices[first].iter().filter_map(|c| tie(first, c)).collect();
         ties.sort();
         ties.dedup();
         let restrict = |wanted: &Tie| {
             let mut menus = self.clone();
-            for &kind in &homes {
-                menus.choices[kind].retain(|c| tie(kind, c).as_ref() == Some(wanted));
+            for &row in &homes {
+                menus.choices[row].retain(|c| tie(row, c).as_ref() == Some(wanted));
             }
             menus.choices.iter().all(|m| !m.is_empty()).then_some(menus)
         };
         ties.iter().filter_map(restrict).collect()
     }
+}
+
+/// Menus as they are made, site by site.
+#[derive(Default)]
+struct Rows {
+    offers: Vec<Rc<[Offer]>>,
+    halves: Vec<Rc<[Halves]>>,
+    choices: Vec<Vec<Choice>>,
+}
+
+impl Rows {
+    /// Adds the menus of all kinds on a site; nothing if some layer cannot run there.
+    fn add(&mut self, problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple, site: Site) -> Option<()> {
+        let (shape, pipeline, mesh) = (tuple.shape(site), tuple.pipeline(), tuple.mesh());
+        let parted = pipeline.parts_backward();
+        let mut offers = Vec::new();
+        for kind in &problem.kinds {
+            let all = prices.offers(kind.class, shape);
+            if all.is_empty() {
+                return None;
+            }
+            offers.push(all);
+        }
+        let in_halves = |kind: &Kind, prices: &mut dyn Prices| if parted { prices.halves(kind.class, shape) } else { Rc::from([]) };
+        let halves: Vec<Rc<[Halves]>> = problem.kinds.iter().map(|kind| in_halves(kind, prices)).collect();
+        if parted && halves.iter().zip(&offers).any(|(h, o)| h.len() != o.len()) {
+            return None;
+        }
+        let terms = Terms { links: &*prices, site, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 2.min(tuple.pp) };
+        for ((kind, offers), halves) in problem.kinds.iter().zip(&offers).zip(&halves) {
+            let menu = menu(kind, tuple, &terms, offers, halves);
+            if menu.is_empty() {
+                return None;
+            }
+            self.choices.push(menu);
+        }
+        self.offers.extend(offers);
+        self.halves.extend(halves);
+        Some(())
+    }
+}
+
+/// The choices of a kind of layer.
+fn menu(kind: &Kind, tuple: &Tuple, terms: &Terms<'_>, offers: &[Offer], halves: &[Halves]) -> Vec<Choice> {
+    let pipeline = tuple.pipeline();
+    let all: Vec<States> = kind.states(tuple).collect();
+    // Many options have the same buckets.
+    let mut syncs: Vec<(&Offer, Vec<[LayerSync; 3]>)> = Vec::new();
+    let mut menu = Vec::new();
+    for (offer, index) in offers.iter().zip(0..) {
+        if !kind.recompute.contains(&offer.option.recompute) {
+            continue;
+        }
+        let bytes = &offer.option.bytes;
+        let known = syncs.iter().position(|(o, _)| o.option.bytes.buckets == bytes.buckets).unwrap_or_else(|| {
+            let by_states = all.iter().map(|&states| {
+                let together = terms.sync(bytes, states, Home::Together);
+                let of = |home| if bytes.buckets.iter().any(|b| b.tied) { terms.sync(bytes, states, home) } else { together };
+                [together, of(Home::Repeated), of(Home::Apart)]
+            });
+            syncs.push((offer, by_states.collect()));
+            syncs.len() - 1
+        });
+        for (&states, sync) in all.iter().zip(&syncs[known].1) {
+            let halves = halves.get(index as usize);
+            let terms = sync.map(|s| match halves {
+                Some(halves) => s.parted(offer.option.forward, halves.input, halves.weight),
+                None => s.terms(offer.option.forward, offer.option.backward),
+            });
+            let shares = terms.map(|t| share(&pipeline, &t));
+            let bytes = halves.map_or(bytes, |h| &h.bytes);
+            let workspace = workspace_region(bytes.workspace);
+            menu.push(Choice { offer: index, states, terms, shares, frame: bytes.frame, held: bytes.held, workspace });
+        }
+    }
+    menu
 }

@@ -1,4 +1,4 @@
-//! Prices of a graph on a machine.
+//! Prices of a graph on a cluster.
 //!
 //! Each class is priced once for a shape, some milliseconds each, so bounds come first, from sketches of few other shapes:
 //! - the *floor*: splitting an op over `n = cp · tp` ranks saves at most the factor `n` of time and bytes, since rates do not rise and replicated operands do not shrink
@@ -10,10 +10,11 @@
 
 use crate::capacity::Trade;
 use crate::lower::{BackwardPass, LowerError};
-use crate::machine::Machine;
+use crate::machine::Cluster;
 use crate::memory::BucketSize;
 use crate::options::{Blueprint, Halves, Key, Pricing};
 use crate::padding::candidates;
+use crate::placement::{Groups, Seat, Site};
 use crate::prices::{Floor, Links, Offer, Prices, Reference, Shape};
 use crate::space::{divisors, greatest_common_divisor};
 use crate::units::{Bytes, Nanos};
@@ -29,10 +30,10 @@ use std::rc::Rc;
 /// Trades of a reference shape, and the least of its buckets.
 type Sketch = (Rc<[Trade]>, Vec<BucketSize>);
 
-/// A differentiated graph on a machine.
+/// A differentiated graph on a cluster.
 pub struct Model<'a> {
     graph: &'a Graph,
-    machine: &'a Machine,
+    cluster: &'a Cluster,
     classes: &'a [u32],
     /// Of the first layer of each class.
     blueprints: BTreeMap<u32, Blueprint>,
@@ -43,10 +44,10 @@ pub struct Model<'a> {
     /// Ways of padding, by tp.
     padded: BTreeMap<u64, Rc<[Padded]>>,
     offers: BTreeMap<(u32, Shape), Rc<[Offer]>>,
-    priced: BTreeMap<(u32, Key), Rc<[Offer]>>,
-    halves: BTreeMap<(u32, Key), Rc<[Halves]>>,
+    priced: BTreeMap<(u32, Site, Key), Rc<[Offer]>>,
+    halves: BTreeMap<(u32, Site, Key), Rc<[Halves]>>,
     sketches: BTreeMap<(u32, Shape, Vec<Recompute>), Sketch>,
-    sketched: BTreeMap<(u32, Key, Vec<Recompute>), Sketch>,
+    sketched: BTreeMap<(u32, Site, Key, Vec<Recompute>), Sketch>,
     /// Bytes of each boundary.
     handed_on: BTreeMap<Shape, Vec<u64>>,
 }
@@ -54,7 +55,7 @@ pub struct Model<'a> {
 impl<'a> Model<'a> {
     /// # Errors
     /// If the graph cannot be lowered: it has no backward pass, or its layers do not hand over one value each.
-    pub fn new(graph: &'a Graph, classes: &'a [u32], machine: &'a Machine) -> Result<Model<'a>, LowerError> {
+    pub fn new(graph: &'a Graph, classes: &'a [u32], cluster: &'a Cluster) -> Result<Model<'a>, LowerError> {
         let mut blueprints = BTreeMap::new();
         for (&class, layer) in classes.iter().zip(0..) {
             if let std::collections::btree_map::Entry::Vacant(e) = blueprints.entry(class) {
@@ -63,7 +64,7 @@ impl<'a> Model<'a> {
         }
         Ok(Model {
             graph,
-            machine,
+            cluster,
             classes,
             blueprints,
             crossing: graph.boundaries(),
@@ -91,7 +92,7 @@ impl<'a> Model<'a> {
         let found = match (self.pricing(shape), self.blueprints.get(&class)) {
             (Some(pricing), Some(blueprint)) => {
                 // As of offers: padding of a dim that a layer does not have is nothing to it.
-                let key = (class, blueprint.key(&pricing), recompute.to_vec());
+                let key = (class, shape.site, blueprint.key(&pricing), recompute.to_vec());
                 let sketch = || {
                     let (trades, buckets) = blueprint.sketch(&pricing, recompute);
                     (trades.into(), buckets)
@@ -106,7 +107,7 @@ impl<'a> Model<'a> {
     fn pricing(&mut self, shape: Shape) -> Option<Pricing<'a>> {
         let padded = self.padded(shape.tp).get(shape.padding as usize)?.clone();
         let degrees = Degrees { dp: shape.ep, ep: shape.ep, cp: shape.cp, tp: shape.tp };
-        Some(Pricing::new(self.graph, self.machine, degrees, shape.micro_batch, shape.boundary, padded))
+        Some(Pricing::new(self.graph, self.cluster.site(shape.site), degrees, shape.micro_batch, shape.boundary, padded))
     }
 }
 
@@ -124,24 +125,28 @@ impl std::fmt::Debug for Model<'_> {
 }
 
 impl Links for Model<'_> {
-    fn collective(&self, mesh: &Mesh, axes: AxisSet, pattern: Pattern, bytes: u64) -> Nanos {
-        self.machine.collective(mesh, axes, pattern, bytes)
+    fn collective(&self, site: Site, mesh: &Mesh, axes: AxisSet, pattern: Pattern, bytes: u64) -> Nanos {
+        self.cluster.collective(site, mesh, axes, pattern, bytes)
     }
     fn across_stages(&self, mesh: &Mesh, axes: AxisSet, stages: u64, bytes: u64) -> Nanos {
-        self.machine.across_stages(mesh, axes, stages, bytes)
+        self.cluster.across_stages(mesh, axes, stages, bytes)
     }
-    fn message(&self, mesh: &Mesh, from: u64, to: u64, bytes: u64) -> Nanos {
-        self.machine.message(mesh, from, to, bytes)
+    fn message(&self, mesh: &Mesh, from: Seat, to: Seat, bytes: u64) -> Nanos {
+        self.cluster.message(mesh, from, to, bytes)
     }
-    fn sweep(&self, bytes: u64) -> Nanos {
-        self.machine.sweep(bytes)
+    fn sweep(&self, site: Site, bytes: u64) -> Nanos {
+        self.cluster.sweep(site, bytes)
     }
-    fn host_copy(&self, bytes: u64) -> Nanos {
-        self.machine.host_copy(bytes)
+    fn host_copy(&self, site: Site, bytes: u64) -> Nanos {
+        self.cluster.host_copy(site, bytes)
     }
 }
 
 impl Prices for Model<'_> {
+    fn groups(&self) -> &Groups {
+        self.cluster.sizes()
+    }
+
     fn classes(&self) -> &[u32] {
         self.classes
     }
@@ -164,7 +169,7 @@ impl Prices for Model<'_> {
         let all: Rc<[Offer]> = match (&pricing, self.blueprints.get(&class)) {
             // Padding of a dim that a layer does not have is nothing to it.
             (Some(pricing), Some(blueprint)) => {
-                Rc::clone(self.priced.entry((class, blueprint.key(pricing))).or_insert_with(|| blueprint.offers(pricing).into()))
+                Rc::clone(self.priced.entry((class, shape.site, blueprint.key(pricing))).or_insert_with(|| blueprint.offers(pricing).into()))
             }
             _ => Rc::from([]),
         };
@@ -175,7 +180,7 @@ impl Prices for Model<'_> {
     /// By lowering every offer: parting needs the statements.
     fn halves(&mut self, class: u32, shape: Shape) -> Rc<[Halves]> {
         let (Some(pricing), Some(blueprint)) = (self.pricing(shape), self.blueprints.get(&class)) else { return Rc::from([]) };
-        let key = (class, blueprint.key(&pricing));
+        let key = (class, shape.site, blueprint.key(&pricing));
         if let Some(known) = self.halves.get(&key) {
             return Rc::clone(known);
         }
@@ -212,6 +217,8 @@ impl Prices for Model<'_> {
     }
 
     fn boundary_bytes(&mut self, layer: u32, shape: Shape) -> u64 {
+        // The same on all devices.
+        let shape = Shape { site: Site::ONLY, ..shape };
         if let Some(known) = self.handed_on.get(&shape) {
             return known[layer as usize];
         }
@@ -225,10 +232,10 @@ impl Prices for Model<'_> {
         self.handed_on.entry(shape).or_insert(all)[layer as usize]
     }
 
-    fn device_memory(&self) -> Bytes {
-        self.machine.device.memory
+    fn device_memory(&self, site: Site) -> Bytes {
+        self.cluster.site(site).device.memory
     }
-    fn context(&self) -> Bytes {
-        self.machine.device.context
+    fn context(&self, site: Site) -> Bytes {
+        self.cluster.site(site).device.context
     }
 }

@@ -47,6 +47,7 @@
 //! when all passes are done, beside nothing (at ZeRO 0 the whole sum is done then).
 
 use crate::memory::{BucketSize, LayerBytes, StateTypes, bucket_elems, in_pieces, is_offloaded, ring_bytes, role_bytes, state_bytes};
+use crate::placement::Site;
 use crate::prices::Links;
 use crate::units::Nanos;
 use dplan_ir::mesh::{AxisSet, Mesh};
@@ -132,9 +133,11 @@ pub fn total(stages: &[StageTime], pipeline: &Pipeline, constant: u64) -> u64 {
     stages.iter().map(|s| s.time).sum::<u64>() + (repeats(pipeline) - 1) * slowest + end + constant
 }
 
-/// What all layers of a tuple share.
+/// What all layers of a tuple on one site share.
 pub struct Terms<'a> {
     pub links: &'a dyn Links,
+    /// Where they run.
+    pub site: Site,
     /// Of a stage.
     pub mesh: &'a Mesh,
     pub types: StateTypes,
@@ -298,7 +301,7 @@ impl Terms<'_> {
         let bytes = |role: Role| whole * self.types.dtype(role).size();
         let grads = bytes(Role::Grad);
         let kept = if zero.0 >= 1 { grads / ways } else { grads };
-        let over = |axes, pattern, bytes| self.links.collective(self.mesh, axes, pattern, bytes).0;
+        let over = |axes, pattern, bytes| self.links.collective(self.site, self.mesh, axes, pattern, bytes).0;
         let apart = bucket.tied && home == Home::Apart;
         let over_stages = |axes, bytes| if apart { self.links.across_stages(self.mesh, axes, self.homes, bytes).0 } else { 0 };
         // Without pieces, one all-reduce sums over everything that is pending.
@@ -311,7 +314,7 @@ impl Terms<'_> {
                 (over(data, Pattern::ReduceScatter, grads), rest, over_stages(AxisSet::EMPTY, kept))
             }
         };
-        let (add, clear) = if zero.0 >= 2 { (self.links.sweep(3 * kept).0, kept) } else { (0, grads) };
+        let (add, clear) = if zero.0 >= 2 { (self.links.sweep(self.site, 3 * kept).0, kept) } else { (0, grads) };
         Sync {
             gather: sum.gather + over(data, Pattern::AllGather, bytes(Role::Param)),
             reduce: sum.reduce + reduce,
@@ -319,14 +322,16 @@ impl Terms<'_> {
             late: sum.late + late,
             add: sum.add + add,
             copy: sum.copy + self.copies(bucket, states),
-            update: sum.update + self.links.sweep(self.update_bytes(bucket, zero) + clear).0,
+            update: sum.update + self.links.sweep(self.site, self.update_bytes(bucket, zero) + clear).0,
         }
     }
 
     /// Time of copying a bucket's offloaded states in and out.
     fn copies(&self, bucket: &BucketSize, states: States) -> u64 {
         let offloaded = self.types.roles().into_iter().filter(|&role| is_offloaded(role, states.offload));
-        offloaded.map(|role| 2 * self.links.host_copy(role_bytes(role, bucket.elems, bucket.ways(self.mesh), states.zero, self.types)).0).sum()
+        offloaded
+            .map(|role| 2 * self.links.host_copy(self.site, role_bytes(role, bucket.elems, bucket.ways(self.mesh), states.zero, self.types)).0)
+            .sum()
     }
 
     /// Bytes read and written by the update of a bucket on one rank: gradients once (twice with a norm), every state read and written, and the

@@ -5,10 +5,11 @@
 
 use crate::cost::comm::collective_time;
 use crate::lower::{BackwardPass, LowerError, plan_padding};
-use crate::machine::Machine;
+use crate::machine::Cluster;
 use crate::memory::{Arena, LayerBytes, StagePosition, StateTypes, arena};
 use crate::objective::{Home, StageTime, Terms, border, share, total};
 use crate::options::{Halves, LayerOption, Pricing};
+use crate::placement::{Seat, Site};
 use crate::prices::Links;
 use crate::simulate::{StageWork, simulate};
 use crate::units::{Bytes, Nanos};
@@ -92,26 +93,30 @@ impl Layer {
 
 /// # Errors
 /// A plan that is not one of this graph.
-pub fn predict(graph: &Graph, classes: &[u32], machine: &Machine, plan: &Plan) -> Result<Prediction, LowerError> {
+pub fn predict(graph: &Graph, classes: &[u32], cluster: &Cluster, plan: &Plan) -> Result<Prediction, LowerError> {
     let mesh = plan.mesh();
-    let pricing = Pricing::new(graph, machine, plan.degrees(), plan.micro_batch, plan.boundary, plan_padding(graph, &mesh, plan)?);
-    let layers = priced(&pricing, classes, plan)?;
+    let padded = plan_padding(graph, &mesh, plan)?;
+    let pricing = |site| Pricing::new(graph, cluster.site(site), plan.degrees(), plan.micro_batch, plan.boundary, padded.clone());
+    let seats: Vec<Seat> = (0..plan.pp()).map(|stage| cluster.seat(plan, stage)).collect();
+    let pricings: BTreeMap<Site, Pricing<'_>> = seats.iter().map(|seat| (seat.site, pricing(seat.site))).collect();
+    let stage_of: Vec<u64> = (0..classes.len() as u32).map(|l| plan.stage_of(l) as u64).collect();
+    let layers = priced(&pricings, classes, plan, |layer| seats[stage_of[layer] as usize].site)?;
     let types = StateTypes { compute: plan.compute, optimizer: plan.optimizer };
     let pipeline = plan.pipeline();
     let (p, m) = (pipeline.stages, pipeline.micro_batches);
-    let terms = Terms { links: machine, mesh: &mesh, types, clip: plan.clip, homes: 2.min(p) };
-    let constant = terms.constant(p);
-    let crossing: Vec<u64> = boundaries(&pricing);
+    let terms = |site| Terms { links: cluster, site, mesh: &mesh, types, clip: plan.clip, homes: 2.min(p) };
+    let constant = terms(seats[0].site).constant(p);
+    let crossing: Vec<u64> = boundaries(&pricings[&seats[0].site]);
     let boundary = crossing.iter().copied().max().unwrap_or(0);
 
     let tied: Vec<bool> = layers.iter().map(|l| l.bytes().buckets.iter().any(|b| b.tied)).collect();
-    let stage_of: Vec<u64> = (0..layers.len() as u32).map(|l| plan.stage_of(l) as u64).collect();
     let mut stages = Vec::new();
     let mut shares = Vec::new();
     let mut works = vec![StageWork::default(); plan.stages.len()];
     let mut memory = Vec::new();
     let mut parts = Vec::new();
     for stage in 0..p {
+        let terms = terms(seats[stage as usize].site);
         let (mut time, mut sum, mut part) = (StageTime::default(), StageTime::default(), Parts::default());
         let mut bytes: Vec<(&LayerBytes, States, Slots)> = Vec::new();
         for (c, slots) in pipeline.virtual_stages_of(stage).zip(pipeline.slots(stage)) {
@@ -143,14 +148,14 @@ pub fn predict(graph: &Graph, classes: &[u32], machine: &Machine, plan: &Plan) -
             }
             let next = Some(c + 1).filter(|&n| n < pipeline.all_virtual()).map(|n| pipeline.stage_of(n)).filter(|&n| n != stage);
             if let Some(next) = next {
-                work.message = machine.message(&mesh, stage, next, crossing[cut.last as usize]).0;
+                work.message = cluster.message(&mesh, seats[stage as usize], seats[next as usize], crossing[cut.last as usize]).0;
                 time.time += 2 * work.message;
                 sum = sum + border(&pipeline, 2 * work.message);
                 part.exposed_comm += Nanos(2 * m * work.message);
             }
         }
         let arena = arena(&bytes, &mesh, types, StagePosition { pipeline, stage, boundary });
-        memory.push(StageMemory { arena, context: machine.device.context });
+        memory.push(StageMemory { arena, context: cluster.site(seats[stage as usize].site).device.context });
         stages.push(time);
         shares.push(sum);
         parts.push(part);
@@ -176,7 +181,7 @@ pub fn predict(graph: &Graph, classes: &[u32], machine: &Machine, plan: &Plan) -
         tokens_per_second_per_device: tokens_per_second / devices,
         model_flops_per_device: model,
         hardware_flops_per_device: hardware,
-        mfu: model / machine.device.peak.of(plan.compute).0.max(1) as f64,
+        mfu: model / cluster.mean_peak(plan.compute).0.max(1) as f64,
         memory,
         parts,
         stages,
@@ -184,14 +189,22 @@ pub fn predict(graph: &Graph, classes: &[u32], machine: &Machine, plan: &Plan) -
     })
 }
 
-/// Each layer's price; layers of one class and plan have one.
-fn priced(pricing: &Pricing<'_>, classes: &[u32], plan: &Plan) -> Result<Vec<std::rc::Rc<Layer>>, LowerError> {
+/// Each layer's price on its site; layers of one class and plan on one site have one.
+fn priced(
+    pricings: &BTreeMap<Site, Pricing<'_>>,
+    classes: &[u32],
+    plan: &Plan,
+    site_of: impl Fn(usize) -> Site,
+) -> Result<Vec<std::rc::Rc<Layer>>, LowerError> {
     let backward_pass = BackwardPass::of(&plan.pipeline());
-    let sharder = pricing.sharder(backward_pass)?;
-    let mut known: BTreeMap<(u32, u32), std::rc::Rc<Layer>> = BTreeMap::new();
+    let sharders =
+        pricings.iter().map(|(&site, pricing)| Ok((site, pricing.sharder(backward_pass)?))).collect::<Result<BTreeMap<_, _>, LowerError>>()?;
+    let mut known: BTreeMap<(Site, u32, u32), std::rc::Rc<Layer>> = BTreeMap::new();
     let mut layers = Vec::new();
     for (&class, at) in classes.iter().zip(0..) {
-        let key = (class, plan.layers[at as usize]);
+        let site = site_of(at as usize);
+        let (pricing, sharder) = (&pricings[&site], &sharders[&site]);
+        let key = (site, class, plan.layers[at as usize]);
         if let Some(layer) = known.get(&key) {
             layers.push(std::rc::Rc::clone(layer));
             continue;

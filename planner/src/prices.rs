@@ -3,9 +3,10 @@
 
 use crate::capacity::Trade;
 use crate::cost::comm;
-use crate::machine::Machine;
+use crate::machine::Cluster;
 use crate::memory::BucketSize;
 use crate::options::{Halves, LayerOption};
+use crate::placement::{Groups, Seat, Site};
 use crate::space::Tuple;
 use crate::units::{Bytes, Nanos};
 use dplan_ir::mesh::{AxisSet, Mesh};
@@ -26,6 +27,8 @@ pub struct Shape {
     pub boundary: Option<u32>,
     /// Which of the ways of padding.
     pub padding: u32,
+    /// On which devices.
+    pub site: Site,
 }
 
 /// An option as the search sees it.
@@ -82,22 +85,24 @@ pub fn scaled(amount: u64, (part, of): (u64, u64)) -> u64 {
     }
 }
 
-/// Times of transfers on a machine.
+/// Times of transfers on a cluster.
 pub trait Links {
     /// Time of a collective on one stage; `bytes` is the larger of what a rank puts in and gets out.
-    fn collective(&self, mesh: &Mesh, axes: AxisSet, pattern: Pattern, bytes: u64) -> Nanos;
-    /// Time of an all-reduce over the same ranks of `stages` stages and `axes` of each.
+    fn collective(&self, site: Site, mesh: &Mesh, axes: AxisSet, pattern: Pattern, bytes: u64) -> Nanos;
+    /// Time of an all-reduce over the same ranks of `stages` stages and `axes` of each, wherever these are.
     fn across_stages(&self, mesh: &Mesh, axes: AxisSet, stages: u64, bytes: u64) -> Nanos;
     /// Time of a message from each rank of a stage to the same rank of another.
-    fn message(&self, mesh: &Mesh, from: u64, to: u64, bytes: u64) -> Nanos;
+    fn message(&self, mesh: &Mesh, from: Seat, to: Seat, bytes: u64) -> Nanos;
     /// Time to stream `bytes` through a device's memory.
-    fn sweep(&self, bytes: u64) -> Nanos;
+    fn sweep(&self, site: Site, bytes: u64) -> Nanos;
     /// Time to copy `bytes` between the memories of a device and its host, one way.
-    fn host_copy(&self, bytes: u64) -> Nanos;
+    fn host_copy(&self, site: Site, bytes: u64) -> Nanos;
 }
 
-/// A model on a machine.
+/// A model on a cluster. Whether a layer can run in a shape, and in which shardings of a tied parameter, is alike on all sites.
 pub trait Prices: Links {
+    /// The devices there are.
+    fn groups(&self) -> &Groups;
     /// The class of each layer: layers of a class have the same options.
     fn classes(&self) -> &[u32];
     /// Dims of a layer boundary that tensor-parallel axes may shard, for sequence parallelism and the like.
@@ -117,26 +122,31 @@ pub trait Prices: Links {
     /// Bytes on one rank of the value that a layer hands to the next.
     fn boundary_bytes(&mut self, layer: u32, shape: Shape) -> u64;
     /// What arena and context share on one device.
-    fn device_memory(&self) -> Bytes;
+    fn device_memory(&self, site: Site) -> Bytes;
     /// What is taken before the first tensor.
-    fn context(&self) -> Bytes;
+    fn context(&self, site: Site) -> Bytes;
 }
 
-impl Links for Machine {
-    fn collective(&self, mesh: &Mesh, axes: AxisSet, pattern: Pattern, bytes: u64) -> Nanos {
-        comm::collective_time(self, mesh, axes, pattern, bytes)
+impl Links for Cluster {
+    fn collective(&self, site: Site, mesh: &Mesh, axes: AxisSet, pattern: Pattern, bytes: u64) -> Nanos {
+        comm::collective_time(self.site(site), mesh, axes, pattern, bytes)
     }
     fn across_stages(&self, mesh: &Mesh, axes: AxisSet, stages: u64, bytes: u64) -> Nanos {
-        comm::across_stages_time(self, mesh, axes, stages, Pattern::AllReduce, bytes)
+        comm::across_stages_time(self.whole(), mesh, axes, stages, Pattern::AllReduce, bytes)
     }
-    fn message(&self, mesh: &Mesh, from: u64, to: u64, bytes: u64) -> Nanos {
-        comm::p2p_time(self, mesh, from, to, bytes)
+    fn message(&self, mesh: &Mesh, from: Seat, to: Seat, bytes: u64) -> Nanos {
+        let both = self.site(from.site.with(to.site));
+        if from.site == to.site && from.site.is_pure() {
+            comm::p2p_time(both, mesh, from.first, to.first, bytes)
+        } else {
+            comm::message_time(both.inter, bytes)
+        }
     }
-    fn sweep(&self, bytes: u64) -> Nanos {
-        let device = &self.device;
-        device.launch + device.bandwidth_efficiency.of(device.bandwidth).time(u128::from(bytes))
+    fn sweep(&self, site: Site, bytes: u64) -> Nanos {
+        self.site(site).sweep(bytes)
     }
-    fn host_copy(&self, bytes: u64) -> Nanos {
-        self.host.latency + self.host.bandwidth.time(u128::from(bytes))
+    fn host_copy(&self, site: Site, bytes: u64) -> Nanos {
+        let host = self.site(site).host;
+        host.latency + host.bandwidth.time(u128::from(bytes))
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::memory::StateTypes;
 use crate::pins::Pins;
+use crate::placement::Site;
 use crate::prices::{Floor, Prices, Reference};
 use crate::space::Tuple;
 use dplan_ir::plan::{Clip, Offload, Recompute, States, Zero};
@@ -35,12 +36,25 @@ pub struct Problem {
     pub batch: u64,
     pub types: StateTypes,
     pub clip: Clip,
-    /// The largest arena a device can hold, bytes.
+    /// The largest arena that a device with most memory can hold, bytes.
     pub budget: u64,
+    /// Bytes that devices have less than that, by [`Site::index`].
+    pub less: Vec<u64>,
     pub pins: Pins,
     /// Kind of each layer.
     pub layers: Vec<usize>,
     pub kinds: Vec<Kind>,
+}
+
+/// What arena and context may take on a device of a site, under a limit on devices with most memory.
+pub fn device_limit(prices: &dyn Prices, site: Site, limit: Option<u64>) -> u64 {
+    let memory = |site| prices.device_memory(site).0;
+    let most = Site::all(prices.groups().count()).map(memory).max().unwrap_or(0);
+    match limit {
+        None => memory(site),
+        Some(limit) if memory(site) == most => limit,
+        Some(limit) => limit.min(memory(site)),
+    }
 }
 
 /// The ways of offloading that are searched: none, and those that are pinned.
@@ -49,7 +63,7 @@ fn searched(pins: &Pins) -> Vec<Offload> {
 }
 
 impl Problem {
-    /// `memory_limit` is for arena and context together; the device's memory if absent.
+    /// `memory_limit` is for arena and context together, and stands in the place of the largest memory; the device's memory if absent.
     pub fn new(prices: &dyn Prices, devices: u64, batch: u64, types: StateTypes, clip: Clip, pins: Pins, memory_limit: Option<u64>) -> Problem {
         let mut kinds: Vec<Kind> = Vec::new();
         let layers = prices.classes().iter().zip(0..).map(|(&class, layer)| {
@@ -63,13 +77,26 @@ impl Problem {
             })
         });
         let layers = layers.collect();
-        let limit = memory_limit.unwrap_or(prices.device_memory().0);
-        let budget = limit.saturating_sub(prices.context().0);
-        Problem { devices, batch, types, clip, budget, pins, layers, kinds }
+        let room = |site| device_limit(prices, site, memory_limit).saturating_sub(prices.context(site).0);
+        let rooms: Vec<u64> = Site::all(prices.groups().count()).map(room).collect();
+        let budget = rooms.iter().copied().max().unwrap_or(0);
+        let less = rooms.iter().map(|room| budget - room).collect();
+        Problem { devices, batch, types, clip, budget, less, pins, layers, kinds }
     }
 
-    /// What layers of each kind take at least in a tuple, as known from a reference.
-    pub fn floors(&self, prices: &mut dyn Prices, tuple: &Tuple, from: Reference) -> Vec<Floor> {
-        self.kinds.iter().map(|kind| prices.floor(kind.class, tuple.shape(), from, &kind.recompute)).collect()
+    /// The same question under other pins.
+    pub fn under(&self, prices: &dyn Prices, pins: Pins) -> Problem {
+        let Problem { devices, batch, types, clip, budget, ref less, .. } = *self;
+        Problem { budget, less: less.clone(), ..Problem::new(prices, devices, batch, types, clip, pins, None) }
+    }
+
+    /// The largest arena that a device of a site can hold.
+    pub fn budget_at(&self, site: Site) -> u64 {
+        self.budget.saturating_sub(self.less[site.index()])
+    }
+
+    /// What layers of each kind take at least on a site in a tuple, as known from a reference.
+    pub fn floors(&self, prices: &mut dyn Prices, tuple: &Tuple, site: Site, from: Reference) -> Vec<Floor> {
+        self.kinds.iter().map(|kind| prices.floor(kind.class, tuple.shape(site), from, &kind.recompute)).collect()
     }
 }

@@ -3,12 +3,13 @@
 use crate::infeasible::{self, Shortage};
 use crate::integer::{self, SolverFault};
 use crate::lower::LowerError;
-use crate::machine::Machine;
+use crate::machine::Cluster;
 use crate::memory::StateTypes;
 use crate::menu::Menus;
 use crate::model::Model;
 use crate::pins::{Allowed, PinError, Pins};
-use crate::problem::Problem;
+use crate::prices::Prices;
+use crate::problem::{Problem, device_limit};
 use crate::search::{Closed, Found, Outcome, Statistics, explore};
 use crate::space::{layouts, nearest_batch, needs_of_pipelines};
 use crate::units::{Bytes, Nanos};
@@ -23,7 +24,7 @@ pub struct Request<'a> {
     pub graph: &'a Graph,
     /// The class of each layer.
     pub classes: &'a [u32],
-    pub machine: &'a Machine,
+    pub cluster: &'a Cluster,
     /// Sequences of a step.
     pub batch: u64,
     pub compute: DType,
@@ -81,14 +82,23 @@ pub enum Refusal {
     Solver(#[from] SolverFault),
 }
 
+/// How many devices would do.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Fewest {
+    Are(u64),
+    /// No such number was found.
+    Unknown,
+    /// They are of several groups, so that a number of them says nothing.
+    Unlike,
+}
+
 /// Nothing fits.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Infeasible {
     pub shortage: Shortage,
     /// What arena and context may take on one device.
     pub limit: Bytes,
-    /// The fewest devices that would do, if that many were found.
-    pub devices: Option<u64>,
+    pub devices: Fewest,
     /// Pins without any one of which a plan would fit.
     pub conflicts: Vec<&'static str>,
     pub pins: String,
@@ -100,8 +110,9 @@ impl std::fmt::Display for Infeasible {
         write!(f, "no plan fits{}: the nearest (dp={} tp={} pp={} micro={}) ", under(&self.pins), tuple.dp, tuple.tp, tuple.pp, tuple.micro_batch)?;
         write!(f, "is short of {bytes} bytes ({}) on each device of stage {stage}, of {} ({})", Bytes(bytes), self.limit.0, self.limit)?;
         match self.devices {
-            Some(n) => write!(f, "; the fewest such devices that fit it: {n}")?,
-            None => write!(f, "; no larger number of such devices was found that fits it")?,
+            Fewest::Are(n) => write!(f, "; the fewest such devices that fit it: {n}")?,
+            Fewest::Unknown => write!(f, "; no larger number of such devices was found that fits it")?,
+            Fewest::Unlike => {}
         }
         if !self.conflicts.is_empty() {
             write!(f, "; it would fit without the pin {}", self.conflicts.join(", or without "))?;
@@ -125,10 +136,10 @@ impl<'a> Planner<'a> {
     /// # Errors
     /// A graph that cannot be lowered, or pins that fit neither the model, the devices nor the batch.
     pub fn new(request: Request<'a>) -> Result<Planner<'a>, Refusal> {
-        let prices = Model::new(request.graph, request.classes, request.machine)?;
+        let prices = Model::new(request.graph, request.classes, request.cluster)?;
         request.pins.check_layers(request.classes.len() as u32)?;
         let types = StateTypes { compute: request.compute, optimizer: request.optimizer };
-        let (devices, limit) = (request.machine.devices(), request.memory_limit.map(|b| b.0));
+        let (devices, limit) = (request.cluster.devices(), request.memory_limit.map(|b| b.0));
         let problem = Problem::new(&prices, devices, request.batch, types, request.clip, request.pins.clone(), limit);
         let (layers, batch, pins) = (problem.layers.len(), problem.batch, problem.pins.to_string());
         let sizes = layouts(&prices, devices, &problem.pins);
@@ -189,13 +200,11 @@ impl<'a> Planner<'a> {
     fn offload(&mut self) {
         let mut pins = self.problem.pins.clone();
         pins.offload.everywhere = Allowed::only(Offload::ALL.to_vec());
-        let Problem { devices, batch, types, clip, .. } = self.problem;
-        self.problem = Problem::new(&self.prices, devices, batch, types, clip, pins, self.request.memory_limit.map(|b| b.0));
+        self.problem = self.problem.under(&self.prices, pins);
     }
 
-    /// The fewest devices on which a plan fits, in whole nodes where there are several, if there is such a number. As in a search, memory asks for offloading
-    /// unless pins forbid it.
-    pub fn fewest_devices(&mut self) -> Option<u64> {
+    /// The fewest devices on which a plan fits, in whole nodes where there are several. As in a search, memory asks for offloading unless pins forbid it.
+    pub fn fewest_devices(&mut self) -> Fewest {
         if !self.problem.pins.offload.is_pinned() {
             self.offload();
         }
@@ -203,11 +212,11 @@ impl<'a> Planner<'a> {
         self.fewest_above(0, &move || deadline.is_some_and(|late| late()))
     }
 
-    fn fewest_above(&mut self, devices: u64, late: &dyn Fn() -> bool) -> Option<u64> {
-        let machine = self.request.machine;
+    fn fewest_above(&mut self, devices: u64, late: &dyn Fn() -> bool) -> Fewest {
+        let Some(machine) = self.request.cluster.only() else { return Fewest::Unlike };
         let step = if machine.nodes == 1 { 1 } else { machine.per_node };
         let problem = Problem { devices, ..self.problem.clone() };
-        infeasible::fewest_devices(&problem, &mut self.prices, step, 1 << 20, late)
+        infeasible::fewest_devices(&problem, &mut self.prices, step, 1 << 20, late).map_or(Fewest::Unknown, Fewest::Are)
     }
 
     /// Why nothing fits.
@@ -220,10 +229,11 @@ impl<'a> Planner<'a> {
                 None => Refusal::Impossible { pins },
             };
         };
-        let machine = self.request.machine;
+        let Shortage { tuple, stage, .. } = shortage;
+        let site = self.prices.groups().seat(tuple.placement, tuple.degrees().ranks(), stage as u64).site;
         let devices = self.fewest_above(self.problem.devices, late);
         let conflicts = infeasible::conflicts(&self.problem, &mut self.prices);
-        let limit = self.request.memory_limit.unwrap_or(machine.device.memory);
+        let limit = Bytes(device_limit(&self.prices, site, self.request.memory_limit.map(|b| b.0)));
         Refusal::Infeasible(Box::new(Infeasible { shortage, limit, devices, conflicts, pins }))
     }
 
@@ -231,8 +241,8 @@ impl<'a> Planner<'a> {
     pub fn plan(&self, found: &Found) -> Plan {
         let Found { menus, solution } = found;
         let mut options: Vec<LayerPlan> = Vec::new();
-        let layers = self.problem.layers.iter().zip(&solution.choices).map(|(&kind, &choice)| {
-            let plan = layer_plan(menus, kind, choice);
+        let layers = found.choices(&self.problem.layers).into_iter().map(|(row, choice)| {
+            let plan = layer_plan(menus, row, choice);
             options.iter().position(|o| *o == plan).unwrap_or_else(|| {
                 options.push(plan);
                 options.len() - 1
@@ -251,6 +261,7 @@ impl<'a> Planner<'a> {
             virtual_stages: tuple.virtual_stages,
             boundary: tuple.boundary,
             stages: solution.stages.iter().map(|&(first, last)| StagePlan { first: first as u32, last: last as u32 }).collect(),
+            placement: tuple.placement,
             options,
             layers,
             compute: self.request.compute,
@@ -261,9 +272,9 @@ impl<'a> Planner<'a> {
 }
 
 /// A choice, as a plan says it.
-pub fn layer_plan(menus: &Menus, kind: usize, choice: u32) -> LayerPlan {
-    let choice = &menus.choices[kind][choice as usize];
-    menus.offers[kind][choice.offer as usize].option.plan(choice.states)
+pub fn layer_plan(menus: &Menus, row: usize, choice: u32) -> LayerPlan {
+    let choice = &menus.choices[row][choice as usize];
+    menus.offers[row][choice.offer as usize].option.plan(choice.states)
 }
 
 /// The best plan for a request.

@@ -6,16 +6,17 @@ use crate::capacity::Trade;
 use crate::certificate::check;
 use crate::explain::explain;
 use crate::options::tests::{Sizes, llama};
+use crate::placement::Site;
 use crate::predict::predict;
 use crate::prices::{Offer, Prices, Reference, Shape, scaled};
 use dplan_ir::plan::Recompute;
 use std::collections::BTreeSet;
 
-fn request<'a>(graph: &'a Graph, classes: &'a [u32], machine: &'a Machine, batch: u64, pins: &str) -> Request<'a> {
+fn request<'a>(graph: &'a Graph, classes: &'a [u32], cluster: &'a Cluster, batch: u64, pins: &str) -> Request<'a> {
     Request {
         graph,
         classes,
-        machine,
+        cluster,
         batch,
         compute: DType::F32,
         optimizer: Optimizer::AdamW,
@@ -43,12 +44,12 @@ fn plans_cost_what_the_search_says_and_fit() {
             ("cpu:4", 4, "pp=2,recompute=full,schedule=gpipe"),
             ("h100:2x2", 8, "tp=2"),
         ] {
-            let machine = Machine::parse(cluster).unwrap();
+            let devices = Cluster::parse(cluster).unwrap();
             let mut before = Nanos::ZERO;
             // The unlimited plan, and plans in less memory than it took.
             let mut limit = None;
             for _ in 0..2 {
-                let request = Request { memory_limit: limit, ..request(&graph, &classes, &machine, batch, pins) };
+                let request = Request { memory_limit: limit, ..request(&graph, &classes, &devices, batch, pins) };
                 let mut planner = Planner::new(request).unwrap();
                 let answer = match planner.search() {
                     Ok(answer) => answer,
@@ -60,12 +61,12 @@ fn plans_cost_what_the_search_says_and_fit() {
                 };
                 let label = format!("{cluster} {pins} {limit:?}");
                 assert!(answer.statistics.proved && answer.objective >= before, "{label}");
-                assert_eq!(answer.plan.devices(), machine.devices(), "{label}");
+                assert_eq!(answer.plan.devices(), devices.devices(), "{label}");
                 assert_eq!(answer.plan.batch(), batch, "{label}");
-                let prediction = predict(&graph, &classes, &machine, &answer.plan).unwrap();
+                let prediction = predict(&graph, &classes, &devices, &answer.plan).unwrap();
                 assert_eq!(prediction.step, answer.objective, "{label}");
                 let most = prediction.memory.iter().map(|m| m.total_bytes()).max().unwrap();
-                assert!(most <= limit.unwrap_or(machine.device.memory).0, "{label}: {most}");
+                assert!(most <= limit.unwrap_or(devices.whole().device.memory).0, "{label}: {most}");
                 let checked = check(&planner.problem, &mut planner.prices, answer.objective.0, answer.statistics.lower_bound, &answer.closed);
                 assert!(checked.is_ok(), "{label}: {checked:?}");
                 let notes = explain(&planner.problem, &mut planner.prices, &answer.plan).unwrap();
@@ -76,7 +77,7 @@ fn plans_cost_what_the_search_says_and_fit() {
                     assert_eq!(note.arena.0, prediction.memory[note.stage].arena_bytes(), "{label}: {note:?}");
                 }
                 if pins.is_empty() {
-                    for row in baselines(&planner.problem, &mut planner.prices, machine.per_node, &|| false) {
+                    for row in baselines(&planner.problem, &mut planner.prices, devices.whole().per_node, &|| false) {
                         assert!(row.step.is_none_or(|s| s >= answer.objective), "{label}: {row:?}");
                     }
                 }
@@ -95,13 +96,13 @@ fn floors_are_below_all_offers() {
         let all = dplan_ir::layers::classes(&graph);
         let classes: BTreeSet<u32> = all.iter().copied().collect();
         for cluster in clusters {
-            let machine = Machine::parse(cluster).unwrap();
-            let mut model = Model::new(&graph, &all, &machine).unwrap();
+            let devices = Cluster::parse(cluster).unwrap();
+            let mut model = Model::new(&graph, &all, &devices).unwrap();
             let mut compared = 0;
             for (tp, cp, ep) in [(1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 2, 4)] {
                 for (boundary, micro_batch) in [(None, 1), (None, 3), (Some(1), 2), (Some(1), 6)] {
                     for padding in 0..model.paddings(tp) {
-                        let shape = Shape { tp, cp, ep, micro_batch, boundary, padding };
+                        let shape = Shape { tp, cp, ep, micro_batch, boundary, padding, site: Site::ONLY };
                         for &class in &classes {
                             compared += below_all_offers(&mut model, class, shape, 6);
                         }
@@ -144,8 +145,8 @@ fn refusals_say_what_would_do() {
     let graph = llama(SIZES, DType::F32);
     let classes = dplan_ir::layers::classes(&graph);
     let refusal = |cluster: &str, batch, pins: &str, limit: Option<u64>| {
-        let machine = Machine::parse(cluster).unwrap();
-        let request = Request { memory_limit: limit.map(Bytes), ..request(&graph, &classes, &machine, batch, pins) };
+        let devices = Cluster::parse(cluster).unwrap();
+        let request = Request { memory_limit: limit.map(Bytes), ..request(&graph, &classes, &devices, batch, pins) };
         Planner::new(request).and_then(|mut p| p.search()).map(|a| a.plan.dp).unwrap_err().to_string()
     };
     for (cluster, batch, pins, limit, says) in [
@@ -163,8 +164,8 @@ fn refusals_say_what_would_do() {
     let found = refusal("cpu:1", 8, "", Some(1_000_000));
     let fewest: u64 = found.rsplit(' ').next().and_then(|n| n.parse().ok()).unwrap_or_else(|| panic!("{found}"));
     for devices in 1..=fewest {
-        let machine = Machine::parse(&format!("cpu:{devices}")).unwrap();
-        let request = Request { memory_limit: Some(Bytes(1_000_000)), ..request(&graph, &classes, &machine, 8, "") };
+        let cluster = Cluster::parse(&format!("cpu:{devices}")).unwrap();
+        let request = Request { memory_limit: Some(Bytes(1_000_000)), ..request(&graph, &classes, &cluster, 8, "") };
         assert_eq!(Planner::new(request).and_then(|mut p| p.search()).is_ok(), devices == fewest, "{devices} devices: {found}");
     }
 }
@@ -174,18 +175,18 @@ fn refusals_say_what_would_do() {
 fn the_fewest_devices_may_offload() {
     let graph = llama(SIZES, DType::Bf16);
     let classes = dplan_ir::layers::classes(&graph);
-    let machines: Vec<Machine> = (1..=8).map(|devices| Machine::parse(&format!("cpu:{devices}")).unwrap()).collect();
+    let machines: Vec<Cluster> = (1..=8).map(|devices| Cluster::parse(&format!("cpu:{devices}")).unwrap()).collect();
     for (limit, fewest, whole) in [(400_000, 4, 8), (700_000, 2, 4)] {
         let planner = |machine, pins: &str| {
             let request = Request { memory_limit: Some(Bytes(limit)), compute: DType::Bf16, ..request(&graph, &classes, machine, 8, pins) };
             Planner::new(request).unwrap()
         };
-        let first = |pins: &str| machines.iter().find(|m| planner(m, pins).search().is_ok()).map(Machine::devices);
+        let first = |pins: &str| machines.iter().find(|m| planner(m, pins).search().is_ok()).map(Cluster::devices);
         assert_eq!((first(""), first("offload=none")), (Some(fewest), Some(whole)), "{limit}");
-        assert_eq!(planner(&machines[0], "").fewest_devices(), Some(fewest), "{limit}");
-        assert_eq!(planner(&machines[0], "offload=none").fewest_devices(), Some(whole), "{limit}");
+        assert_eq!(planner(&machines[0], "").fewest_devices(), Fewest::Are(fewest), "{limit}");
+        assert_eq!(planner(&machines[0], "offload=none").fewest_devices(), Fewest::Are(whole), "{limit}");
         match planner(&machines[0], "").search() {
-            Err(Refusal::Infeasible(why)) => assert_eq!(why.devices, Some(fewest), "{why}"),
+            Err(Refusal::Infeasible(why)) => assert_eq!(why.devices, Fewest::Are(fewest), "{why}"),
             other => panic!("{other:?}"),
         }
     }

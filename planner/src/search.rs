@@ -67,6 +67,16 @@ pub struct Found {
     pub solution: Solution,
 }
 
+impl Found {
+    /// For each layer, its row of the menus, and which choice of it.
+    pub fn choices(&self, layers: &[usize]) -> Vec<(usize, u32)> {
+        let pipeline = self.menus.tuple.pipeline();
+        let spans = self.solution.stages.iter().zip(0..).flat_map(|(&(first, last), c)| (first..=last).map(move |_| c));
+        let row = |(virtual_stage, &kind): (u64, &usize)| self.menus.row(pipeline.stage_of(virtual_stage) as usize, kind);
+        spans.zip(layers).map(row).zip(self.solution.choices.iter().copied()).collect()
+    }
+}
+
 #[derive(Clone, Debug)]
 pub struct Outcome {
     pub best: Option<Found>,

@@ -3,15 +3,16 @@
 //! The space of a request is every tuple with `dp · cp · tp · pp` = all devices, `dp · micro_batch · micro_batches` = the batch, at least one layer for each
 //! stage, `cp` a divisor of the sequence that leaves blocks of [`LEAST_BLOCK`] (unless it is pinned), `ep` a divisor of `dp` and of the experts, and `tp` at most
 //! [`MOST_TP`] (unless a pin asks for more); for every schedule that is searched ([`searched`]) and whose pipeline is legal ([`Pipeline::refusal`]), with 2, 4, 8, …
-//! virtual stages on each stage where it has several, unless pinned; times every cut of the layers into `pp` stages (with several virtual stages, the cuts of
-//! [`crate::virtual_stages`]); times every option, ZeRO stage and way of offloading of every layer (ZeRO 0 and 1 where backward passes
-//! come in halves).
+//! virtual stages on each stage where it has several, unless pinned; for every order of the cluster's groups that puts stages elsewhere ([`crate::placement`]); times
+//! every cut of the layers into `pp` stages (with several virtual stages, the cuts of [`crate::virtual_stages`]); times every option, ZeRO stage and way of offloading of
+//! every layer (ZeRO 0 and 1 where backward passes come in halves).
 
 use crate::pins::Pins;
+use crate::placement::Site;
 use crate::prices::{Prices, Shape};
 use dplan_ir::mesh::{Degrees, Mesh};
 use dplan_ir::pipeline::Pipeline;
-use dplan_ir::plan::Schedule;
+use dplan_ir::plan::{Placement, Schedule};
 
 /// The widest tensor parallelism that is searched without a pin: the largest node sold has 72 devices on one fabric, and every matrix of a layer cut 64 ways is small.
 pub const MOST_TP: u64 = 64;
@@ -39,11 +40,14 @@ pub struct Tuple {
     pub virtual_stages: u64,
     pub boundary: Option<u32>,
     pub padding: u32,
+    /// Which group of devices has which stages.
+    pub placement: Placement,
 }
 
 impl Tuple {
-    pub fn shape(&self) -> Shape {
-        Shape { tp: self.tp, cp: self.cp, ep: self.ep, micro_batch: self.micro_batch, boundary: self.boundary, padding: self.padding }
+    /// On stages at a site.
+    pub fn shape(&self, site: Site) -> Shape {
+        Shape { tp: self.tp, cp: self.cp, ep: self.ep, micro_batch: self.micro_batch, boundary: self.boundary, padding: self.padding, site }
     }
     /// Ranks of a stage.
     pub fn degrees(&self) -> Degrees {
@@ -76,6 +80,7 @@ pub fn tuples(prices: &mut dyn Prices, devices: u64, batch: u64, pins: &Pins) ->
         }
         let per_rank = batch / dp;
         let paddings = prices.paddings(tp);
+        let placements = prices.groups().placements(degrees.ranks(), pp);
         let boundaries: Vec<Option<u32>> = std::iter::once(None)
             .chain(prices.boundary_dims(tp).into_iter().filter(|_| tp > 1).map(Some))
             .filter(|b| match b {
@@ -89,7 +94,21 @@ pub fn tuples(prices: &mut dyn Prices, devices: u64, batch: u64, pins: &Pins) ->
             for Pipeline { schedule, virtual_stages, .. } in pipelines(layers, pp, micro_batches, pins) {
                 for &boundary in &boundaries {
                     for padding in 0..paddings {
-                        all.push(Tuple { pp, tp, cp, ep, dp, micro_batch, micro_batches, schedule, virtual_stages, boundary, padding });
+                        let tuple = |&placement: &Placement| Tuple {
+                            pp,
+                            tp,
+                            cp,
+                            ep,
+                            dp,
+                            micro_batch,
+                            micro_batches,
+                            schedule,
+                            virtual_stages,
+                            boundary,
+                            padding,
+                            placement,
+                        };
+                        all.extend(placements.iter().map(tuple));
                     }
                 }
             }

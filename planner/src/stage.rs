@@ -19,10 +19,10 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 
-/// Layers of one kind, in the same position towards the tied parameter, on virtual stages that keep as many micro-batches.
+/// Layers of one row ([`crate::menu`]), in the same position towards the tied parameter, on virtual stages that keep as many micro-batches.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Group {
-    pub kind: usize,
+    pub row: usize,
     pub home: Home,
     pub slots: Slots,
     pub count: usize,
@@ -30,7 +30,7 @@ pub struct Group {
 
 impl Group {
     fn place(&self) -> Place {
-        (self.kind, self.home, self.slots)
+        (self.row, self.home, self.slots)
     }
 }
 
@@ -132,7 +132,7 @@ pub(crate) struct Shelf {
     pub joint: Hull,
 }
 
-/// One layer of a kind, at a home, on a virtual stage that keeps so much.
+/// One layer of a row, at a home, on a virtual stage that keeps so much.
 type Place = (usize, Home, Slots);
 
 /// The choices of a tuple, arranged for stages.
@@ -339,8 +339,8 @@ impl<'a> Store<'a> {
     }
 
     fn items(&self, place: Place) -> Rc<[Item]> {
-        let (kind, home, slots) = place;
-        Rc::clone(self.items.borrow_mut().entry(place).or_insert_with(|| undominated(&self.menus[kind], home, slots).into()))
+        let (row, home, slots) = place;
+        Rc::clone(self.items.borrow_mut().entry(place).or_insert_with(|| undominated(&self.menus[row], home, slots).into()))
     }
 
     /// The shelves of a bag's groups; nothing if one cannot keep the bounds.
@@ -404,13 +404,13 @@ fn pareto(mut points: Vec<Point>) -> Vec<Point> {
 
 /// Groups in the order in which layers are added: the most numerous last.
 pub fn sorted(mut bag: Vec<Group>) -> Vec<Group> {
-    bag.sort_unstable_by_key(|g| (g.count, g.kind, g.home, g.slots));
+    bag.sort_unstable_by_key(|g| (g.count, g.row, g.home, g.slots));
     bag
 }
 
 /// The least arena that a bag can run in: for each bound on workspace and ring, every layer takes its least bytes.
 pub fn least_arena(menus: &[Vec<Choice>], bag: &[Group]) -> u64 {
-    let sizes: Vec<Vec<Load>> = bag.iter().map(|g| sizes(&menus[g.kind], g.home, g.slots)).collect();
+    let sizes: Vec<Vec<Load>> = bag.iter().map(|g| sizes(&menus[g.row], g.home, g.slots)).collect();
     let values = |of: fn(&Load) -> u64| {
         // No bound below what every layer needs at least is worth trying.
         let floor = sizes.iter().map(|group| group.iter().map(of).min().unwrap_or(0)).max().unwrap_or(0);

@@ -31,7 +31,7 @@ pub struct Solution {
     pub objective: u64,
     /// First and last layer (inclusive) of each virtual stage.
     pub stages: Vec<(usize, usize)>,
-    /// For each layer, which choice of its kind's menu.
+    /// For each layer, which choice of its row's menu.
     pub choices: Vec<u32>,
 }
 
@@ -52,7 +52,7 @@ pub struct Stages<'a> {
     pub(crate) budget: u64,
     /// How often the slowest stage counts.
     pub(crate) repeats: u64,
-    /// Least of what a layer of each kind adds.
+    /// Least of what a layer of each kind adds, on whichever site.
     least: Vec<StageTime>,
     /// Sums of it over the first layers.
     pub(crate) before: Vec<StageTime>,
@@ -63,7 +63,7 @@ pub struct Stages<'a> {
     pub(crate) store: Store<'a>,
     /// Room of each stage.
     pub(crate) rooms: Vec<u64>,
-    bags: RefCell<HashMap<(usize, usize, Slots), Rc<[Group]>>>,
+    bags: RefCell<HashMap<(usize, usize, Slots, usize), Rc<[Group]>>>,
     relaxations: RefCell<HashMap<(Rc<[Group]>, u64), Option<Relaxed>>>,
     least_arenas: RefCell<HashMap<Rc<[Group]>, u64>>,
 }
@@ -103,17 +103,18 @@ fn joined(a: Extremes, b: Extremes) -> Extremes {
 
 impl<'a> Stages<'a> {
     pub fn new(menus: &'a Menus, layers: &'a [usize], budget: u64) -> Stages<'a> {
-        let least_of = |menu: &Vec<Choice>| {
-            let shares = || menu.iter().flat_map(|c| Home::ALL.map(|h| c.share(h)));
+        let kinds = menus.tied.len();
+        let least_of = |kind: usize| {
+            let shares = || menus.rows(kind).flat_map(|row| &menus.choices[row]).flat_map(|c| Home::ALL.map(|h| c.share(h)));
             StageTime { time: shares().map(|s| s.time).min().unwrap_or(0), end: shares().map(|s| s.end).min().unwrap_or(0) }
         };
-        let least: Vec<StageTime> = menus.choices.iter().map(least_of).collect();
+        let least: Vec<StageTime> = (0..kinds).map(least_of).collect();
         let mut before = vec![StageTime::default()];
         before.extend(layers.iter().scan(StageTime::default(), |sum, &kind| {
             *sum = *sum + least[kind];
             Some(*sum)
         }));
-        let mut count_before = vec![vec![0; layers.len() + 1]; menus.choices.len()];
+        let mut count_before = vec![vec![0; layers.len() + 1]; kinds];
         for (kind, counts) in count_before.iter_mut().enumerate() {
             for (at, &of) in layers.iter().enumerate() {
                 counts[at + 1] = counts[at] + usize::from(of == kind);
@@ -391,14 +392,14 @@ impl<'a> Stages<'a> {
             let room = self.menus.room(self.budget, stage as u64)?;
             let slots = self.menus.slots[stage][0];
             let of = |kind: usize| {
-                let menu = &self.menus.choices[kind];
+                let menu = &self.menus.choices[self.menus.row(stage, kind)];
                 let states = |c: &Choice| Home::ALL.map(|h| c.terms(h).states).into_iter().min().unwrap_or(0);
                 let bytes = menu.iter().map(|c| states(c) + slots.frames * c.frame + slots.held * c.held).min().unwrap_or(0);
                 let workspace = menu.iter().map(|c| c.workspace).min().unwrap_or(0);
                 let ring = menu.iter().map(|c| c.terms(Home::Together).ring).min().unwrap_or(0);
                 (bytes, workspace, ring)
             };
-            let kinds: Vec<(u64, u64, u64)> = (0..self.menus.choices.len()).map(of).collect();
+            let kinds: Vec<(u64, u64, u64)> = (0..self.least.len()).map(of).collect();
             let (mut start, mut bytes, mut workspace, mut ring) = (earliest[stage + 1], 0, 0, 0);
             while start > 0 {
                 let least = kinds[self.layers[start - 1]];
@@ -434,11 +435,13 @@ impl<'a> Stages<'a> {
     /// The layers from `start` to before `end`, as a bag.
     fn bag(&self, stage: usize, start: usize, end: usize) -> Rc<[Group]> {
         let slots = self.menus.slots[stage][0];
-        if let Some(known) = self.bags.borrow().get(&(start, end, slots)) {
+        let key = (start, end, slots, self.menus.row(stage, 0));
+        if let Some(known) = self.bags.borrow().get(&key) {
             return Rc::clone(known);
         }
-        let bag: Rc<[Group]> = bag((start..end).map(|layer| (self.layers[layer], self.home(layer, &[(start, end)]), slots))).into();
-        self.bags.borrow_mut().insert((start, end, slots), Rc::clone(&bag));
+        let row = |layer: usize| self.menus.row(stage, self.layers[layer]);
+        let bag: Rc<[Group]> = bag((start..end).map(|layer| (row(layer), self.home(layer, &[(start, end)]), slots))).into();
+        self.bags.borrow_mut().insert(key, Rc::clone(&bag));
         bag
     }
 
@@ -466,11 +469,11 @@ impl<'a> Stages<'a> {
         for (stage, row) in done.iter().enumerate().rev() {
             let label = &row[&end][at];
             let start = label.start;
-            for (group, Group { kind, home, .. }) in self.bag(stage, start, end).iter().enumerate() {
+            for (group, Group { row, home, .. }) in self.bag(stage, start, end).iter().enumerate() {
                 let mut chosen: Vec<(u32, usize)> = label.point.counts.iter().filter(|c| c.0 == group).map(|c| (c.1, c.2)).collect();
                 chosen.sort_unstable();
                 let of_group = chosen.into_iter().flat_map(|(choice, count)| std::iter::repeat_n(choice, count));
-                let members = (start..end).filter(|&l| self.layers[l] == *kind && self.home(l, &[(start, end)]) == *home);
+                let members = (start..end).filter(|&l| self.menus.row(stage, self.layers[l]) == *row && self.home(l, &[(start, end)]) == *home);
                 for (layer, choice) in members.zip(of_group) {
                     choices[layer] = choice;
                 }
@@ -497,13 +500,13 @@ fn pareto(labels: &mut Vec<Label>) {
     labels.retain(|l| stairs.admits(l.slowest, l.end));
 }
 
-/// Layers as a bag: how many there are of each kind, home and slots.
+/// Layers as a bag: how many there are of each row, home and slots.
 pub(crate) fn bag(layers: impl Iterator<Item = (usize, Home, Slots)>) -> Vec<Group> {
     let mut bag: Vec<Group> = Vec::new();
-    for (kind, home, slots) in layers {
-        match bag.iter_mut().find(|g| (g.kind, g.home, g.slots) == (kind, home, slots)) {
+    for (row, home, slots) in layers {
+        match bag.iter_mut().find(|g| (g.row, g.home, g.slots) == (row, home, slots)) {
             Some(group) => group.count += 1,
-            None => bag.push(Group { kind, home, slots, count: 1 }),
+            None => bag.push(Group { row, home, slots, count: 1 }),
         }
     }
     sorted(bag)

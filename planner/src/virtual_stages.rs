@@ -101,11 +101,11 @@ fn ranges(stages: &Stages<'_>, cut: &Cut) -> Vec<Vec<(usize, usize)>> {
 }
 
 fn bags(stages: &Stages<'_>, cut: &Cut) -> Vec<Rc<[Group]>> {
-    let of = |(ranges, slots): (Vec<(usize, usize)>, &Vec<_>)| {
+    let of = |(stage, (ranges, slots)): (usize, (Vec<(usize, usize)>, &Vec<_>))| {
         let layers = ranges.iter().zip(slots).flat_map(|(&(start, end), &slots)| (start..end).map(move |layer| (layer, slots)));
-        bag(layers.map(|(layer, slots)| (stages.layers[layer], stages.home(layer, &ranges), slots))).into()
+        bag(layers.map(|(layer, slots)| (stages.menus.row(stage, stages.layers[layer]), stages.home(layer, &ranges), slots))).into()
     };
-    ranges(stages, cut).into_iter().zip(&stages.menus.slots).map(of).collect()
+    ranges(stages, cut).into_iter().zip(&stages.menus.slots).enumerate().map(of).collect()
 }
 
 /// The messages of each stage.
@@ -215,7 +215,7 @@ fn trace(stages: &Stages<'_>, candidate: &Candidate, done: &[Vec<Label>], mut at
             let with_slots = ranges[stage].iter().zip(&stages.menus.slots[stage]).enumerate().filter(|(_, (_, slots))| **slots == of.slots);
             let layers = with_slots.flat_map(|(nth, (&(start, end), _))| (start..end).map(move |layer| (layer - start, nth, layer)));
             let mut members: Vec<(usize, usize, usize)> =
-                layers.filter(|&(.., l)| stages.layers[l] == of.kind && stages.home(l, &ranges[stage]) == of.home).collect();
+                layers.filter(|&(.., l)| stages.menus.row(stage, stages.layers[l]) == of.row && stages.home(l, &ranges[stage]) == of.home).collect();
             members.sort_unstable();
             let of_group = chosen.into_iter().flat_map(|(choice, count)| std::iter::repeat_n(choice, count));
             members.into_iter().zip(of_group).for_each(|((.., layer), choice)| choices[layer] = choice);

@@ -4,7 +4,7 @@
 mod drawn;
 mod enumeration;
 
-use dplan_ir::plan::{Offload, Schedule, States};
+use dplan_ir::plan::{Offload, Placement, Schedule, States};
 use dplan_planner::baselines::baselines;
 use dplan_planner::bound;
 use dplan_planner::certificate::check;
@@ -20,7 +20,7 @@ use enumeration::enumerate;
 use std::cell::Cell;
 use std::collections::BTreeMap;
 
-const DIMENSIONS: [&str; 12] = ["dp", "tp", "cp", "ep", "pp", "micro", "schedule", "boundary", "zero", "offload", "recompute", "tie"];
+const DIMENSIONS: [&str; 13] = ["dp", "tp", "cp", "ep", "pp", "micro", "schedule", "boundary", "zero", "offload", "recompute", "tie", "groups"];
 
 /// The dimensions in which an instance leaves a choice.
 fn open_dimensions(problem: &Problem, prices: &mut Drawn) -> Vec<&'static str> {
@@ -51,6 +51,10 @@ fn open_dimensions(problem: &Problem, prices: &mut Drawn) -> Vec<&'static str> {
     if !prices.tied.is_empty() {
         open.push("tie");
     }
+    // Stages may be here or there.
+    if prices.groups().count() > 1 && space.iter().any(|t| t.pp > 1) {
+        open.push("groups");
+    }
     open
 }
 
@@ -58,8 +62,10 @@ fn open_dimensions(problem: &Problem, prices: &mut Drawn) -> Vec<&'static str> {
 fn the_search_finds_what_enumeration_finds() {
     let (mut infeasible, mut tied, mut staged, mut tight, mut context, mut experts) = (0, 0, 0, 0, 0, 0);
     let mut pairs: BTreeMap<(&str, &str), usize> = BTreeMap::new();
-    // Of the instances that integer programs solved too, those with contexts, and with experts, shared out.
-    let mut by_programs = (0, 0);
+    // Of the instances that integer programs solved too, those with contexts, and with experts, shared out, and those on unlike devices.
+    let mut by_programs = (0, 0, 0);
+    // Best plans whose stages are on several sites; of these, those that have another order of groups than the given one, and those with a stage on several groups.
+    let mut unlike = (0, 0, 0);
     for seed in 0..500 {
         let Instance { mut prices, problem } = instance(seed, if seed % 3 == 0 { 4 } else { 3 }, if seed % 4 == 0 { 3 } else { 2 });
         let truth = enumerate(&problem, &mut prices);
@@ -71,6 +77,7 @@ fn the_search_finds_what_enumeration_finds() {
             let tuple = integer.best.as_ref().map(|b| b.menus.tuple);
             by_programs.0 += usize::from(tuple.is_some_and(|t| t.cp > 1));
             by_programs.1 += usize::from(tuple.is_some_and(|t| t.ep > 1));
+            by_programs.2 += usize::from(integer.best.as_ref().is_some_and(|b| b.menus.sites.len() > 1));
             assert_eq!(integer.best.map(|b| b.solution.objective), truth, "integer programs, seed {seed}: {problem:?}");
         }
         let open = open_dimensions(&problem, &mut prices);
@@ -85,6 +92,11 @@ fn the_search_finds_what_enumeration_finds() {
         context += usize::from(best.menus.tuple.cp > 1);
         experts += usize::from(best.menus.tuple.ep > 1);
         tight += usize::from(states(&best, &problem).any(|s| s.zero.0 > 0));
+        if best.menus.sites.len() > 1 {
+            unlike.0 += 1;
+            unlike.1 += usize::from(best.menus.tuple.placement != Placement::default());
+            unlike.2 += usize::from(best.menus.sites.iter().any(|(site, _)| !site.is_pure()));
+        }
     }
     // Every two dimensions are open together in enough instances.
     for (at, a) in DIMENSIONS.iter().enumerate() {
@@ -98,12 +110,19 @@ fn the_search_finds_what_enumeration_finds() {
         infeasible >= 10 && tied >= 20 && staged >= 20 && tight >= 20 && context >= 20 && experts >= 20,
         "{infeasible} infeasible, {tied} tied, {staged} staged, {tight} with ZeRO, {context} with contexts, {experts} with experts shared out"
     );
-    assert!(by_programs.0 >= 5 && by_programs.1 >= 5, "{by_programs:?} of the instances that integer programs solved share out contexts, experts");
+    assert!(
+        by_programs.0 >= 5 && by_programs.1 >= 5 && by_programs.2 >= 5,
+        "{by_programs:?} of the instances that integer programs solved share out contexts, experts, are on unlike devices"
+    );
+    assert!(
+        unlike.0 >= 20 && unlike.1 >= 10 && unlike.2 >= 5,
+        "{unlike:?} best plans on several sites, in another order, with a stage on several groups"
+    );
 }
 
 /// What is kept of each layer's states, and where.
 fn states<'a>(best: &'a Found, problem: &'a Problem) -> impl Iterator<Item = States> + 'a {
-    best.solution.choices.iter().zip(&problem.layers).map(|(&choice, &kind)| best.menus.choices[kind][choice as usize].states)
+    best.choices(&problem.layers).into_iter().map(|(row, choice)| best.menus.choices[row][choice as usize].states)
 }
 
 /// In one byte less than any plan without offloading needs.
@@ -116,7 +135,7 @@ fn where_only_offloading_fits_too() {
         let schedule = if seed < 200 { "schedule=1f1b" } else { "schedule=zb-h1" };
         let with = |prices: &Drawn, offload: &str, budget: u64| {
             let pins = Pins::parse(&format!("{schedule},offload={offload}")).unwrap();
-            Problem { budget, ..Problem::new(prices, problem.devices, problem.batch, problem.types, problem.clip, pins, None) }
+            Problem { budget, ..problem.under(prices, pins) }
         };
         let mut least = |offload: &str| {
             let nothing = with(&prices, offload, 0);
@@ -154,8 +173,7 @@ fn with_virtual_stages_and_backward_passes_in_halves_too() {
             "schedule=zb-h1+interleaved,zero=0,offload=none+optimizer",
         ];
         let pins = Pins::parse(pins[seed as usize % pins.len()]).unwrap();
-        let limit = Some(problem.budget + prices.context().0);
-        let problem = Problem::new(&prices, problem.devices, problem.batch, problem.types, problem.clip, pins, limit);
+        let problem = problem.under(&prices, pins);
         let truth = enumerate(&problem, &mut prices);
         let outcome = explore(&problem, &mut prices, &|| false);
         let found = outcome.best.as_ref().map(|b| b.solution.objective);

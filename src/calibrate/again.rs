@@ -18,6 +18,8 @@ pub enum AgainError {
     OtherPlan(String),
     #[error("the profile names no instructions of the plan; `dplan run --profile` records one that does")]
     Nameless,
+    #[error("the plan's cluster has groups of different devices; a run of a plan for equal devices is what a machine is fitted to")]
+    Unlike,
     #[error("the plan cannot be priced: {0}")]
     Plan(#[from] LowerError),
     #[error("planning again: {0}")]
@@ -44,16 +46,17 @@ pub struct Again {
 /// # Errors
 /// A profile of another plan, or one that does not name instructions.
 pub fn again(file: &PlanFile, profile: &Profile, analysis: &Analysis) -> Result<Again, AgainError> {
+    let own = file.cluster.only().ok_or(AgainError::Unlike)?;
     let observations = observe(file, profile, &file.cluster).map_err(AgainError::OtherPlan)?;
     if observations.is_empty() {
         return Err(AgainError::Nameless);
     }
     let measured = analysis.step_median.or(analysis.step_mean).map(|ns| ns as f64 * 1e-9);
-    let (machine, before, after) = own::fit(&file.cluster, &[(file.clone(), observations)]);
+    let (machine, before, after) = own::fit(own, &[(file.clone(), observations)]);
     let machine = measured.map_or_else(|| machine.clone(), |seconds| own::fit_steps(&machine, &[(file.clone(), seconds)]));
     let classes = layers::classes(&file.graph);
-    let on = |machine: &Machine| predict(&file.graph, &classes, machine, &file.plan);
-    let step = (on(&file.cluster)?, on(&machine)?);
+    let on = |machine: &Machine| predict(&file.graph, &classes, &machine.clone().into(), &file.plan);
+    let step = (on(own)?, on(&machine)?);
     let mut forward = file.graph.clone();
     forward.strip_backward();
     forward.set_batch(1);

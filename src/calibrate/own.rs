@@ -49,7 +49,8 @@ pub fn fit_steps(machine: &Machine, seen: &[(PlanFile, f64)]) -> Machine {
             return f64::INFINITY;
         }
         let machine = slowed(machine, factors(p));
-        let of = |((plan, seconds), classes): (&(PlanFile, f64), &Vec<u32>)| match predict(&plan.graph, classes, &machine, &plan.plan) {
+        let of = |((plan, seconds), classes): (&(PlanFile, f64), &Vec<u32>)| match predict(&plan.graph, classes, &machine.clone().into(), &plan.plan)
+        {
             Ok(p) if *seconds > 0.0 => (p.step.seconds() / seconds).ln().abs(),
             _ => 0.0,
         };

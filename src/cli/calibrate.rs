@@ -43,7 +43,7 @@ fn from_run(args: &Args, plan: &Path) -> Result<Outcome> {
     spinner.finish_and_clear();
     report_run(&file, &found);
     if let Some(path) = &args.output {
-        output::write(path, (serde_json::to_string_pretty(&cluster::to_json(&found.machine))? + "\n").as_bytes())?;
+        output::write(path, (serde_json::to_string_pretty(&cluster::machine_json(&found.machine))? + "\n").as_bytes())?;
         output::say!("written     {}: compile for it with --cluster {}", path.display(), path.display());
     }
     Ok(Outcome::Done)

@@ -14,7 +14,7 @@ use dplan_ir::dtype::DType;
 use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::plan::Clip;
-use dplan_planner::machine::Machine;
+use dplan_planner::machine::Cluster;
 use dplan_planner::pins::Pins;
 use dplan_planner::request::{Refusal, Solver};
 use dplan_planner::units::Bytes;
@@ -35,7 +35,7 @@ pub struct Args {
     model: PathBuf,
     #[command(flatten)]
     options: ModelArgs,
-    /// DEVICE:PER_NODExNODES, cpu:N, local, or a JSON file.
+    /// DEVICE:PER_NODExNODES, several of these joined by +, cpu:N, local, or a JSON file.
     #[arg(long, default_value = "local", value_name = "C")]
     cluster: String,
     /// Sequences of one step, over all devices [default: 8 a device].
@@ -98,12 +98,12 @@ pub fn run(args: Args) -> Result<Outcome> {
         export::check_writable(path).with_context(|| format!("{}: cannot write", path.display()))?;
     }
     let pins = Pins::parse(&args.pin)?;
-    let machine = cluster::parse(&args.cluster)?;
-    let mut model = model::load_for(&args.model, &args.options, default_precision(&machine))?;
+    let cluster = cluster::parse(&args.cluster)?;
+    let mut model = model::load_for(&args.model, &args.options, default_precision(&cluster))?;
     let mut notes = model.notes.clone();
     notes.extend(dropout::apply(&mut model, args.dropout)?);
     let batch = args.batch.unwrap_or_else(|| {
-        let batch = DEFAULT_BATCH * machine.devices();
+        let batch = DEFAULT_BATCH * cluster.devices();
         notes.push(format!("batch {batch}: {DEFAULT_BATCH} sequences a device; --batch says otherwise"));
         batch
     });
@@ -113,7 +113,7 @@ pub fn run(args: Args) -> Result<Outcome> {
         move || Instant::now() >= end
     });
     let options = Options {
-        cluster: machine,
+        cluster,
         batch,
         compute,
         optimizer: match args.optimizer {
@@ -220,8 +220,8 @@ fn refused(args: &Args, refusal: &Refusal) -> Result<Outcome> {
 }
 
 /// CPU ranks compute in f32; other devices in 16 bits.
-fn default_precision(machine: &Machine) -> DType {
-    if machine.device.name == "cpu" { DType::F32 } else { DType::Bf16 }
+fn default_precision(cluster: &Cluster) -> DType {
+    if cluster.groups().iter().any(|g| g.device.name == "cpu") { DType::F32 } else { DType::Bf16 }
 }
 
 /// The type the importer gave the parameters.

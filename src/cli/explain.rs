@@ -117,7 +117,7 @@ fn request<'a>(file: &'a PlanFile, classes: &'a [u32], pins: Pins, args: &Args) 
     Request {
         graph: &file.graph,
         classes,
-        machine: &file.cluster,
+        cluster: &file.cluster,
         batch: file.plan.batch(),
         compute: file.plan.compute,
         optimizer: file.plan.optimizer,
@@ -133,7 +133,8 @@ fn text(file: &PlanFile, note: &Note, chosen: &Prediction) -> String {
     let span = if note.first == note.last { format!("layer {}", note.first) } else { format!("layers {}-{}", note.first, note.last) };
     let LayerPlan { zero, offload, recompute, .. } = &note.plan;
     let offloaded = if *offload == Offload::None { String::new() } else { format!(" offload {}", offload.name()) };
-    let mut out = format!("{span} on stage {}: zero {}{offloaded} recompute {}", note.stage, zero.0, recompute.name());
+    let devices = report::devices(file, note.stage as u64).map_or(String::new(), |on| format!(" ({on})"));
+    let mut out = format!("{span} on stage {}{devices}: zero {}{offloaded} recompute {}", note.stage, zero.0, recompute.name());
     let each = if note.first == note.last { "" } else { " each" };
     let (time, end) = (seconds(note.time.seconds()), seconds(note.end.seconds()));
     let _ = writeln!(out, "; {time} a micro-batch and {end} at the end of the step{each}");
@@ -160,13 +161,17 @@ fn object(file: &PlanFile, note: &Note, chosen: &Prediction) -> Value {
             "arena_bytes": a.arena.0, "arena_difference_bytes": a.arena.0 as i128 - i128::from(note.arena.0), "short_bytes": a.short.0,
         })
     };
-    json!({
+    let mut object = json!({
         "layers": [note.first, note.last], "stage": note.stage,
         "zero": note.plan.zero.0, "offload": note.plan.offload.name(), "recompute": note.plan.recompute.name(),
         "micro_batch_seconds": note.time.seconds(), "end_seconds": note.end.seconds(),
         "states_bytes": note.states.0, "frame_bytes": note.frame.0, "arena_bytes": note.arena.0,
         "next": note.next.as_ref().map(other), "denied": note.denied.as_ref().map(other),
-    })
+    });
+    if let Some(on) = report::devices(file, note.stage as u64) {
+        object["on"] = on.into();
+    }
+    object
 }
 
 /// Ops whose split is named; of more, how many.

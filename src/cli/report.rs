@@ -88,7 +88,11 @@ pub fn chosen(file: &PlanFile) -> Value {
     let stage = |stage: u64| {
         let cut = |c: u64| [plan.stages[c as usize].first, plan.stages[c as usize].last];
         let own: Vec<[u32; 2]> = pipeline.virtual_stages_of(stage).map(cut).collect();
-        json!({ "layers": own[0], "virtual_stages": own, "devices": plan.degrees().ranks() })
+        let mut object = json!({ "layers": own[0], "virtual_stages": own, "devices": plan.degrees().ranks() });
+        if let Some(on) = devices(file, stage) {
+            object["on"] = on.into();
+        }
+        object
     };
     let stages: Vec<Value> = (0..pipeline.stages).map(stage).collect();
     json!({
@@ -181,6 +185,9 @@ pub fn choice(file: &PlanFile) -> String {
     let plan = &file.plan;
     let mut out = String::new();
     let _ = writeln!(out, "plan        {}, {} of {} micro-batches of {}", degrees(plan), plan.schedule.name(), plan.micro_batches, plan.micro_batch);
+    if let Some(ranks) = ranks(file) {
+        let _ = writeln!(out, "ranks       {ranks}");
+    }
     for (at, stage) in plan.stages.iter().enumerate() {
         // Runs of layers with equal options.
         let mut runs: Vec<(u32, u32, u32)> = Vec::new();
@@ -205,9 +212,28 @@ pub fn choice(file: &PlanFile) -> String {
         } else {
             format!("stage {at:<4}")
         };
-        let _ = writeln!(out, "  {place} layers {}", runs.join("; "));
+        let on = devices(file, plan.pipeline().stage_of(at as u64)).map_or(String::new(), |on| format!(" on {on},"));
+        let _ = writeln!(out, "  {place}{on} layers {}", runs.join("; "));
     }
     out
+}
+
+/// Where the cluster has groups of devices: those that a stage is on.
+pub fn devices(file: &PlanFile, stage: u64) -> Option<String> {
+    let PlanFile { cluster, plan, .. } = file;
+    cluster.only().is_none().then(|| cluster.site_name(cluster.seat(plan, stage).site, plan.placement))
+}
+
+/// Where the cluster has groups of devices: which have which ranks.
+fn ranks(file: &PlanFile) -> Option<String> {
+    let groups = file.cluster.groups();
+    let mut first = 0;
+    let one = |&group: &u8| {
+        let machine = &groups[usize::from(group)];
+        first += machine.devices();
+        format!("{}-{} on {}", first - machine.devices(), first - 1, machine.device.name)
+    };
+    (groups.len() > 1).then(|| file.plan.placement.0[..groups.len()].iter().map(one).collect::<Vec<_>>().join(", "))
 }
 
 /// Tokens a second of a step of this length.
@@ -242,7 +268,7 @@ fn memory(p: &Prediction, file: &PlanFile) -> String {
             "{}stage {stage}: {} of {} (states {}, activations {}, workspace {}, buffers {}, context {})",
             if stage == 0 { "memory      " } else { "            " },
             gib(m.total_bytes()),
-            gib(file.cluster.device.memory.0),
+            gib(file.cluster.site(file.cluster.seat(&file.plan, stage as u64).site).device.memory.0),
             gib(a.states),
             gib(a.frames),
             gib(a.workspace),

@@ -8,9 +8,9 @@ use crate::compile::{CompileError, Options, best};
 use dplan_ir::graph::Graph;
 use dplan_ir::plan::Plan;
 use dplan_planner::machine::curves::Curve;
-use dplan_planner::machine::{Curves, Machine, Peak};
+use dplan_planner::machine::{Curves, Link, Machine, Peak};
 use dplan_planner::predict::Prediction;
-use dplan_planner::request::Refusal;
+use dplan_planner::request::{Fewest, Refusal};
 use dplan_planner::units::{Bytes, Nanos, PerSecond};
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -74,9 +74,30 @@ impl Scenario {
     /// The question with the machine changed.
     fn apply<'a>(&self, options: &Options<'a>) -> Options<'a> {
         let mut options = options.clone();
-        let Machine { device, per_node, nodes, intra, inter, host, curves } = &mut options.cluster;
+        options.cluster = options.cluster.map(|machine| self.machine(machine), |link| self.between(link));
+        for &(_, factor) in self.changes.iter().filter(|(key, _)| *key == Key::Memory) {
+            options.memory_limit = options.memory_limit.map(|b| Bytes(times(b.0, factor)));
+        }
+        options
+    }
+
+    /// What is between groups of devices is a link between nodes.
+    fn between(&self, mut link: Link) -> Link {
         for &(key, factor) in &self.changes {
-            let times = |n: u64| ((n as f64 * factor).round() as u64).max(1);
+            match key {
+                Key::Link | Key::Inter => link.bandwidth = PerSecond(times(link.bandwidth.0, factor)),
+                Key::Latency => link.latency = Nanos(times(link.latency.0, factor)),
+                Key::Intra | Key::Host | Key::Memory | Key::Compute | Key::Bandwidth | Key::Nodes => {}
+            }
+        }
+        link
+    }
+
+    fn machine(&self, machine: &Machine) -> Machine {
+        let mut machine = machine.clone();
+        let Machine { device, per_node, nodes, intra, inter, host, curves } = &mut machine;
+        for &(key, factor) in &self.changes {
+            let times = |n: u64| times(n, factor);
             let rate = |r: &mut PerSecond| *r = PerSecond(times(r.0));
             // Inside a node, measured curves stand in the place of α and β.
             let mut curve = |latency, per_byte| *curves = Arc::new(rescaled(curves, latency, per_byte));
@@ -95,10 +116,7 @@ impl Scenario {
                     [&mut intra.latency, &mut inter.latency].into_iter().for_each(|l| *l = Nanos(times(l.0)));
                     curve(factor, 1.0);
                 }
-                Key::Memory => {
-                    device.memory = Bytes(times(device.memory.0));
-                    options.memory_limit = options.memory_limit.map(|b| Bytes(times(b.0)));
-                }
+                Key::Memory => device.memory = Bytes(times(device.memory.0)),
                 Key::Compute => {
                     let Peak { f64, f32, bf16, f16 } = &mut device.peak;
                     [f64, f32, bf16, f16].into_iter().for_each(rate);
@@ -108,8 +126,12 @@ impl Scenario {
                 Key::Nodes => *nodes = times(*nodes),
             }
         }
-        options
+        machine
     }
+}
+
+fn times(n: u64, factor: f64) -> u64 {
+    ((n as f64 * factor).round() as u64).max(1)
 }
 
 /// Curves as α + bytes·β with both parts changed by a factor: α is the time of the smallest measured size.
@@ -142,17 +164,21 @@ pub fn what_if(forward: &Graph, options: &Options<'_>, scenarios: &[Scenario]) -
 ///
 /// # Errors
 /// As [`what_if`].
-pub fn min_devices(forward: &Graph, options: &Options<'_>, fewest: Option<u64>) -> Result<Sensitivity, CompileError> {
-    let Some(devices) = fewest else {
-        return Ok(Sensitivity { what: "fewest devices".into(), devices: 0, answer: Err("no number of such devices was found that fits it".into()) });
+pub fn min_devices(forward: &Graph, options: &Options<'_>, fewest: Fewest) -> Result<Sensitivity, CompileError> {
+    let none = |why: &str| Ok(Sensitivity { what: "fewest devices".into(), devices: 0, answer: Err(why.into()) });
+    let devices = match fewest {
+        Fewest::Are(devices) => devices,
+        Fewest::Unknown => return none("no number of such devices was found that fits it"),
+        Fewest::Unlike => return none("the cluster has groups of different devices: ask for a cluster of one of them"),
     };
     let mut options = options.clone();
-    let Machine { per_node, nodes, .. } = &mut options.cluster;
-    if *nodes == 1 {
-        *per_node = devices;
-    } else {
-        *nodes = devices / *per_node;
-    }
+    options.cluster = options.cluster.map(
+        |machine| match machine.nodes {
+            1 => Machine { per_node: devices, ..machine.clone() },
+            _ => Machine { nodes: devices / machine.per_node, ..machine.clone() },
+        },
+        |link| link,
+    );
     on("fewest devices".into(), forward, &options)
 }
 
@@ -222,7 +248,7 @@ mod tests {
         let points = |ranks: u64| [4u64, 1 << 10, 1 << 20].map(|bytes| (bytes, 2_000 + (bytes - 4) * ranks / 4)).to_vec();
         let curve = |op| [2, 4, 8].map(|ranks| Curve { op, ranks, points: points(ranks) });
         let measured: Vec<Curve> = Op::ALL.into_iter().flat_map(curve).collect();
-        let cluster = Machine { curves: Arc::new(Curves::new(&measured)), ..Machine::parse("h100:8").unwrap() };
+        let cluster = Machine { curves: Arc::new(Curves::new(&measured)), ..Machine::parse("h100:8").unwrap() }.into();
         let options = Options {
             cluster,
             batch: 8,
@@ -236,7 +262,7 @@ mod tests {
         };
         let time = |text: &str, ranks: u64, bytes: u64| {
             let machine = scenario(text).unwrap().apply(&options).cluster;
-            group_time(&machine, Group { local: ranks, nodes: 1 }, Pattern::AllGather, bytes).0
+            group_time(machine.whole(), Group { local: ranks, nodes: 1 }, Pattern::AllGather, bytes).0
         };
         for ranks in [2, 4, 8] {
             let large = ((1 << 20) - 4) * ranks / 4;

@@ -3,7 +3,7 @@
 //! One process a stage, one thread a stream. Passes are named as PyTorch's pipeline schedules name them (`PP:0F3`: virtual stage 0, forward, micro-batch 3), so
 //! that a predicted and a measured timeline can be laid over each other.
 
-use super::{Outcome, Result, output};
+use super::{Outcome, Result, output, report};
 use crate::export;
 use crate::planfile::PlanFile;
 use anyhow::Context;
@@ -36,9 +36,9 @@ pub fn run(args: Args) -> Result<Outcome> {
     for (stage, passes) in stages.iter().enumerate() {
         let layers = |c: u64| format!("{}-{}", file.plan.stages[c as usize].first, file.plan.stages[c as usize].last);
         let layers: Vec<String> = pipeline.virtual_stages_of(stage as u64).map(layers).collect();
-        events.push(
-            json!({ "ph": "M", "pid": stage, "name": "process_name", "args": { "name": format!("stage {stage}: layers {}", layers.join(", ")) } }),
-        );
+        let on = report::devices(&file, stage as u64).map_or(String::new(), |on| format!(" on {on}"));
+        let name = format!("stage {stage}{on}: layers {}", layers.join(", "));
+        events.push(json!({ "ph": "M", "pid": stage, "name": "process_name", "args": { "name": name } }));
         events.push(json!({ "ph": "M", "pid": stage, "tid": 0, "name": "thread_name", "args": { "name": "compute" } }));
         for span in passes {
             let name = format!("PP:{}{}{}", span.virtual_stage, span.turn.pass.letter(), span.turn.micro_batch);

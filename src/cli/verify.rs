@@ -7,6 +7,7 @@ use crate::planfile::PlanFile;
 use dplan_ir::{layers, text, verify};
 use dplan_planner::certificate::{Checked, check};
 use dplan_planner::predict::predict;
+use dplan_planner::problem::device_limit;
 use dplan_planner::request::{Planner, Request};
 use serde_json::json;
 use std::path::PathBuf;
@@ -80,23 +81,19 @@ fn certify(file: &PlanFile, path: PathBuf) -> Result<Certified> {
     let certificate = Certificate::read(&path)?;
     let Certificate { batch, memory_limit, objective, lower_bound, .. } = certificate;
     let classes = layers::classes(&file.graph);
-    let (plan, machine) = (&file.plan, &file.cluster);
+    let (plan, cluster) = (&file.plan, &file.cluster);
     let mut faults = Vec::new();
-    let prediction = predict(&file.graph, &classes, machine, plan).map_err(|e| anyhow::anyhow!("the plan cannot be priced: {e}"))?;
+    let prediction = predict(&file.graph, &classes, cluster, plan).map_err(|e| anyhow::anyhow!("the plan cannot be priced: {e}"))?;
     if prediction.step.0 != objective {
         faults.push(format!("the plan takes {} ns a step, the certificate is about one of {objective}", prediction.step.0));
     }
-    if plan.batch() != batch || plan.devices() != machine.devices() {
-        faults.push(format!("the plan is for {} sequences on {} devices, not {batch} on {}", plan.batch(), plan.devices(), machine.devices()));
-    }
-    let limit = memory_limit.unwrap_or(machine.device.memory).0;
-    if let Some(most) = prediction.memory.iter().map(|m| m.total_bytes()).max().filter(|&most| most > limit) {
-        faults.push(format!("the plan takes {most} bytes of a device, {limit} are allowed"));
+    if plan.batch() != batch || plan.devices() != cluster.devices() {
+        faults.push(format!("the plan is for {} sequences on {} devices, not {batch} on {}", plan.batch(), plan.devices(), cluster.devices()));
     }
     let request = Request {
         graph: &file.graph,
         classes: &classes,
-        machine,
+        cluster,
         batch,
         compute: plan.compute,
         optimizer: plan.optimizer,
@@ -107,10 +104,18 @@ fn certify(file: &PlanFile, path: PathBuf) -> Result<Certified> {
     };
     let mut checked = Checked::default();
     match Planner::new(request) {
-        Ok(mut planner) => match check(&planner.problem, &mut planner.prices, objective, lower_bound, &certificate.closed) {
-            Ok(found) => checked = found,
-            Err(found) => faults.extend(found.iter().map(ToString::to_string)),
-        },
+        Ok(mut planner) => {
+            for (stage, memory) in prediction.memory.iter().enumerate() {
+                let limit = device_limit(&planner.prices, cluster.seat(plan, stage as u64).site, memory_limit.map(|b| b.0));
+                if memory.total_bytes() > limit {
+                    faults.push(format!("stage {stage} takes {} bytes of a device, {limit} are allowed", memory.total_bytes()));
+                }
+            }
+            match check(&planner.problem, &mut planner.prices, objective, lower_bound, &certificate.closed) {
+                Ok(found) => checked = found,
+                Err(found) => faults.extend(found.iter().map(ToString::to_string)),
+            }
+        }
         Err(refusal) => faults.push(refusal.to_string()),
     }
     let gap = objective.saturating_sub(lower_bound) as f64 / objective.max(1) as f64;

@@ -12,10 +12,19 @@ use dplan_ir::entity::BufferId;
 use dplan_ir::program::{Instr, Issue, Pattern, SegmentKind};
 use dplan_planner::cost::comm::{self, Group};
 use dplan_planner::cost::compute::op_time;
-use dplan_planner::machine::Machine;
+use dplan_planner::machine::{Cluster, Machine};
 use dplan_planner::prices::Links;
 use dplan_planner::units::Nanos;
 use std::collections::{BTreeMap, HashMap};
+
+/// Whom a collective is among.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Across {
+    /// Ranks of one stage.
+    Ranks,
+    /// Ranks of several.
+    Stages,
+}
 
 /// What an instruction is to the cost model.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -30,6 +39,7 @@ pub enum Work {
     },
     Collective {
         group: Group,
+        across: Across,
         pattern: Pattern,
         bytes: u64,
     },
@@ -41,12 +51,24 @@ pub enum Work {
 }
 
 impl Work {
+    /// On equal devices.
     pub fn predicted(&self, machine: &Machine, plan: &PlanFile) -> Nanos {
+        let ranks = plan.program.mesh.ranks();
         match self {
             Work::Op { cost, dtype } => op_time(&machine.device, *dtype, cost),
             Work::Sweep { bytes } => machine.sweep(*bytes),
-            Work::Collective { group, pattern, bytes } => comm::group_time(machine, *group, *pattern, *bytes),
-            Work::Message { from, to, bytes } => comm::p2p_time(machine, &plan.program.mesh, *from, *to, *bytes),
+            Work::Collective { group, pattern, bytes, .. } => comm::group_time(machine, *group, *pattern, *bytes),
+            Work::Message { from, to, bytes } => comm::p2p_time(machine, &plan.program.mesh, from * ranks, to * ranks, *bytes),
+        }
+    }
+    /// Where it runs on a stage of the plan.
+    fn predicted_on(&self, cluster: &Cluster, plan: &PlanFile, stage: usize) -> Nanos {
+        let seat = |stage: u64| cluster.seat(&plan.plan, stage);
+        match self {
+            Work::Op { .. } | Work::Sweep { .. } => self.predicted(cluster.site(seat(stage as u64).site), plan),
+            Work::Collective { across: Across::Ranks, .. } => self.predicted(cluster.site(seat(stage as u64).site), plan),
+            Work::Collective { across: Across::Stages, .. } => self.predicted(cluster.whole(), plan),
+            Work::Message { from, to, bytes } => cluster.message(&plan.program.mesh, seat(*from), seat(*to), *bytes),
         }
     }
     /// Whether peers take part.
@@ -79,7 +101,7 @@ pub struct Observation {
 ///
 /// # Errors
 /// What the profile has and the plan has not, or has otherwise: the profile is of another plan.
-pub fn observe(plan: &PlanFile, profile: &Profile, machine: &Machine) -> Result<Vec<Observation>, String> {
+pub fn observe(plan: &PlanFile, profile: &Profile, cluster: &Cluster) -> Result<Vec<Observation>, String> {
     let mut spans: BTreeMap<Instruction, Vec<Vec<Ns>>> = BTreeMap::new();
     for rank in &profile.ranks {
         for (instruction, durations) in of_rank(plan, rank)? {
@@ -90,8 +112,8 @@ pub fn observe(plan: &PlanFile, profile: &Profile, machine: &Machine) -> Result<
     for (instruction, ranks) in spans {
         let Some((issue, calls)) = find(plan, &instruction) else { continue };
         let stage = instruction.stage as usize;
-        let Some(work) = work(plan, stage, &issue.instr, machine) else { continue };
-        let predicted = work.predicted(machine, plan);
+        let Some(work) = work(plan, stage, &issue.instr, cluster) else { continue };
+        let predicted = work.predicted_on(cluster, plan, stage);
         let ran_on = ranks.len() as u64;
         let total: i128 = ranks.iter().flatten().map(|d| i128::from(*d)).sum();
         let count = ranks.iter().map(Vec::len).sum::<usize>().max(1);
@@ -189,7 +211,7 @@ fn find<'a>(plan: &'a PlanFile, instruction: &Instruction) -> Option<(&'a Issue,
 }
 
 /// What an instruction asks of the machine; nothing of what takes no time.
-fn work(plan: &PlanFile, stage: usize, instr: &Instr, machine: &Machine) -> Option<Work> {
+fn work(plan: &PlanFile, stage: usize, instr: &Instr, cluster: &Cluster) -> Option<Work> {
     let of_stage = &plan.program.stages[stage];
     let bytes = |buffer: &BufferId| of_stage.buffers[*buffer].bytes;
     let sweep = |buffers: &[BufferId]| Some(Work::Sweep { bytes: buffers.iter().map(bytes).sum() });
@@ -210,11 +232,11 @@ fn work(plan: &PlanFile, stage: usize, instr: &Instr, machine: &Machine) -> Opti
         }
         Instr::Collective { pattern, axes, stages, src, dst, .. } => {
             let mesh = &plan.program.mesh;
-            let group = match stages.len() as u64 {
-                0 => comm::group(machine, mesh, *axes),
-                n => comm::group_across_stages(machine, mesh, *axes, n),
+            let (across, group) = match stages.len() as u64 {
+                0 => (Across::Ranks, comm::group(cluster.site(cluster.seat(&plan.plan, stage as u64).site), mesh, *axes)),
+                n => (Across::Stages, comm::group_across_stages(cluster.whole(), mesh, *axes, n)),
             };
-            Some(Work::Collective { group, pattern: *pattern, bytes: bytes(src).max(bytes(dst)) })
+            Some(Work::Collective { group, across, pattern: *pattern, bytes: bytes(src).max(bytes(dst)) })
         }
         Instr::Send { to, src, .. } => Some(Work::Message { from: stage as u64, to: u64::from(*to), bytes: bytes(src) }),
         Instr::Recv { from, dst, .. } => Some(Work::Message { from: u64::from(*from), to: stage as u64, bytes: bytes(dst) }),

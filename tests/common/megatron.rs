@@ -6,7 +6,7 @@ use dplan_ir::extent::node_rule;
 use dplan_ir::graph::{Graph, Layout, Node};
 use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::optimizer::Optimizer;
-use dplan_ir::plan::{Clip, Gathered, LayerPlan, Offload, Plan, Recompute, Schedule, StagePlan, Zero};
+use dplan_ir::plan::{Clip, Gathered, LayerPlan, Offload, Placement, Plan, Recompute, Schedule, StagePlan, Zero};
 use dplan_ir::rule::{Assignment, Split};
 use dplan_planner::padding::paddable;
 
@@ -48,6 +48,7 @@ pub fn plan(graph: &Graph, shape: Shape, batch: u64) -> Plan {
         schedule: Schedule::OneFOneB,
         virtual_stages: 1,
         boundary: (shape.sequence && shape.tp > 1).then_some(1),
+        placement: Placement::default(),
         stages: (0..shape.pp).map(|i| StagePlan { first: cut(i), last: cut(i + 1) - 1 }).collect(),
         options: (0..layers).map(option).collect(),
         layers: (0..layers).collect(),

@@ -7,7 +7,7 @@ use dplan_ir::entity::{ParamId, Table};
 use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::plan::Clip;
-use dplan_planner::machine::Machine;
+use dplan_planner::machine::Cluster;
 use dplan_planner::pins::Pins;
 use dplan_planner::request::Solver;
 use std::collections::BTreeMap;
@@ -161,7 +161,7 @@ pub fn small_plan(dir: &Path, pins: &str, ranks: u32, precision: &str) -> PathBu
 /// What a compilation is asked for: AdamW, clipped, without limits.
 pub fn options(cluster: &str, batch: u64, compute: DType, pins: &str) -> Options<'static> {
     Options {
-        cluster: Machine::parse(cluster).unwrap(),
+        cluster: Cluster::parse(cluster).unwrap(),
         batch,
         compute,
         optimizer: Optimizer::AdamW,

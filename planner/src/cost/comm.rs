@@ -93,11 +93,10 @@ pub fn across_stages_time(machine: &Machine, mesh: &Mesh, axes: AxisSet, stages:
     group_time(machine, group_across_stages(machine, mesh, axes, stages), pattern, bytes)
 }
 
-/// Time of a message of `bytes` from each rank of a stage to the same rank of another.
+/// Time of a message of `bytes` from each rank of a stage to the same rank of another; of both stages the first ranks.
 pub fn p2p_time(machine: &Machine, mesh: &Mesh, from: u64, to: u64, bytes: u64) -> Nanos {
-    let ranks = mesh.ranks();
     let node = |rank: u64| rank / machine.per_node.max(1);
-    let inside = machine.nodes == 1 || node(from.min(to) * ranks) == node((from.max(to) + 1) * ranks - 1);
+    let inside = machine.nodes == 1 || node(from.min(to)) == node(from.max(to) + mesh.ranks() - 1);
     message_time(if inside { machine.intra } else { machine.inter }, bytes)
 }
 
@@ -106,7 +105,8 @@ pub fn message_seconds(link: Link, bytes: f64) -> f64 {
     link.latency.seconds() + bytes / link.bandwidth.0.max(1) as f64
 }
 
-fn message_time(link: Link, bytes: u64) -> Nanos {
+/// Time of a message over a link.
+pub fn message_time(link: Link, bytes: u64) -> Nanos {
     link.latency + link.bandwidth.time(u128::from(bytes))
 }
 
@@ -168,7 +168,7 @@ mod tests {
     fn neighbouring_stages_in_a_node_use_its_links() {
         let h100 = machine("h100", 8, 4);
         let mesh = Mesh::new(1, 4);
-        let times: Vec<Nanos> = (0..3).map(|s| p2p_time(&h100, &mesh, s, s + 1, 1 << 20)).collect();
+        let times: Vec<Nanos> = (0..3).map(|s| p2p_time(&h100, &mesh, 4 * s, 4 * s + 4, 1 << 20)).collect();
         assert!(times[0] < times[1] && times[0] == times[2]);
     }
 }

@@ -6,7 +6,7 @@ use dplan_ir::entity::DimId;
 use dplan_ir::extent::node_rule;
 use dplan_ir::graph::{Graph, Layout, Node};
 use dplan_ir::mesh::{AxisSet, Mesh};
-use dplan_ir::plan::{LayerPlan, Plan, StagePlan};
+use dplan_ir::plan::{LayerPlan, Placement, Plan, StagePlan};
 use dplan_ir::rule::{self, Assignment, Label, Rule};
 
 /// The table of the embedding, which the head may share.
@@ -50,6 +50,7 @@ impl Case {
             schedule: self.schedule,
             virtual_stages: self.virtual_stages,
             boundary: self.boundary.dim(),
+            placement: Placement::default(),
             stages: starts.windows(2).map(|w| StagePlan { first: w[0], last: w[1] - 1 }).collect(),
             options,
             layers: (0..layers).collect(),

@@ -1,17 +1,20 @@
-//! The cluster, as data: equal devices in equal nodes. `devices` has the data sheets, [`fitted`] what was measured of them.
+//! The cluster, as data: equal devices in equal nodes, or groups of such ([`cluster`]). `devices` has the data sheets, [`fitted`] what was measured of them.
 //!
 //! Ranks are laid out node by node: node `i` has ranks `i·per_node .. (i+1)·per_node`. Inside a node devices talk over *intra* links, between nodes over
 //! *inter* links. A link is α–β: a latency per message and a bandwidth per device and direction. Every figure has its unit in its type and its source
 //! beside it; what is not from a data sheet says "allowance" and is meant to be replaced by a measured profile.
 
+pub mod cluster;
 pub mod curves;
 mod devices;
 pub mod fitted;
 
 use crate::units::{Bytes, Millionths, Nanos, PerSecond};
+pub use cluster::Cluster;
 pub use curves::Curves;
 use devices::{GPUS, Gpu};
 use dplan_ir::dtype::DType;
+use dplan_ir::plan::MOST_GROUPS;
 use std::sync::Arc;
 
 /// Peak arithmetic of one device by element type, FLOP/s (a multiply-add is two).
@@ -87,6 +90,8 @@ pub enum MachineError {
     Syntax { given: String, why: String },
     #[error("cluster `{given}` has no devices: {what} is 0, expected at least 1")]
     Empty { given: String, what: &'static str },
+    #[error("{given} groups of devices, expected 1 to {MOST_GROUPS}")]
+    Groups { given: usize },
 }
 
 /// Ranks of `local` and `cpu` where no number is given.
@@ -107,6 +112,12 @@ impl Machine {
 
     pub fn devices(&self) -> u64 {
         self.per_node * self.nodes
+    }
+
+    /// Time to stream `bytes` through a device's memory.
+    pub fn sweep(&self, bytes: u64) -> Nanos {
+        let device = &self.device;
+        device.launch + device.bandwidth_efficiency.of(device.bandwidth).time(u128::from(bytes))
     }
 
     /// Reads `DEVICE:PER_NODExNODES`, `DEVICE:PER_NODE` (one node), or `DEVICE` (one node of the usual size).

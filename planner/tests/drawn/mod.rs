@@ -11,6 +11,7 @@ use dplan_planner::capacity::{Way, trades};
 use dplan_planner::memory::{BucketSize, LayerBytes, StateTypes};
 use dplan_planner::options::{Halves, LayerOption};
 use dplan_planner::pins::Pins;
+use dplan_planner::placement::{Groups, Seat, Site};
 use dplan_planner::prices::{Floor, Links, Offer, Prices, Reference, Shape};
 use dplan_planner::problem::Problem;
 use dplan_planner::units::{Bytes, Nanos};
@@ -40,6 +41,7 @@ pub struct Drawn {
     /// Classes whose layers share a tied parameter.
     pub tied: Vec<u32>,
     most_offers: u64,
+    groups: Groups,
     memory: u64,
     latency: u64,
     known: BTreeMap<(u32, Shape), Rc<[Offer]>>,
@@ -65,7 +67,8 @@ pub fn instance(seed: u64, most_layers: u64, most_offers: u64) -> Instance {
     let batch = [1, 2, 4, 6, 8, 12][dice.within(0, 5) as usize];
     let memory = dice.within(10_000, 45_000 * layers);
     let latency = dice.within(0, 100);
-    let prices = Drawn { seed, classes, tied, most_offers, memory, latency, known: BTreeMap::new() };
+    let groups = groups(&mut Dice(seed ^ 0x6709), devices);
+    let prices = Drawn { seed, classes, tied, most_offers, groups, memory, latency, known: BTreeMap::new() };
     let compute = if dice.one_in(2) { DType::F32 } else { DType::Bf16 };
     let optimizer = if dice.one_in(3) { Optimizer::Sgd } else { Optimizer::AdamW };
     let clip = if dice.one_in(2) { Clip::GlobalNorm } else { Clip::None };
@@ -86,6 +89,22 @@ pub fn instance(seed: u64, most_layers: u64, most_offers: u64) -> Instance {
     Instance { prices, problem }
 }
 
+/// All devices alike, or two or three groups of any sizes.
+fn groups(dice: &mut Dice, devices: u64) -> Groups {
+    match dice.within(0, 5) {
+        0..=1 if devices >= 2 => {
+            let first = dice.within(1, devices - 1);
+            Groups::new(vec![first, devices - first])
+        }
+        2 if devices >= 3 => {
+            let first = dice.within(1, devices - 2);
+            let second = dice.within(1, devices - first - 1);
+            Groups::new(vec![first, second, devices - first - second])
+        }
+        _ => Groups::one(),
+    }
+}
+
 /// An instance of a real model's size: 24 to 96 layers of up to three kinds between two of their own, on 64 to 1024 devices.
 pub fn medium(seed: u64) -> Instance {
     let mut dice = Dice(seed ^ 0x3ed1);
@@ -98,7 +117,9 @@ pub fn medium(seed: u64) -> Instance {
     let batch = devices * [1, 2, 4][dice.within(0, 2) as usize];
     let memory = dice.within(20_000, 12_000 * layers);
     let latency = dice.within(0, 100);
-    let prices = Drawn { seed, classes, tied, most_offers: 6, memory, latency, known: BTreeMap::new() };
+    // Every third cluster is a quarter of its devices and the rest.
+    let groups = if seed.is_multiple_of(3) { Groups::new(vec![devices / 4, devices - devices / 4]) } else { Groups::one() };
+    let prices = Drawn { seed, classes, tied, most_offers: 6, groups, memory, latency, known: BTreeMap::new() };
     let types = StateTypes { compute: DType::Bf16, optimizer: Optimizer::AdamW };
     // Drawn prices favour no degree: few are left open, so that the tuples that are solved differ in everything else.
     let pins = ["tp=1+2+4,cp=1,ep=1", "pp=4+8,cp=1", "tp=8,micro=1+2", "pp=2+16,ep=1"][dice.within(0, 3) as usize];
@@ -124,28 +145,40 @@ fn least_buckets<'a>(offers: impl Iterator<Item = &'a LayerOption>) -> Vec<Bucke
     least.unwrap_or_default().into_iter().map(bucket).collect()
 }
 
+impl Drawn {
+    /// A drawn part of an amount, from a half up to double, by site; on the first group, and so where all devices are alike, the amount.
+    fn on(&self, site: Site, what: u64, amount: u64) -> u64 {
+        if site == Site::ONLY { amount } else { amount * Dice(self.seed ^ (site.index() as u64) << 8 ^ what).within(50, 200) / 100 }
+    }
+}
+
 impl Links for Drawn {
-    fn collective(&self, mesh: &Mesh, axes: AxisSet, pattern: Pattern, bytes: u64) -> Nanos {
+    fn collective(&self, site: Site, mesh: &Mesh, axes: AxisSet, pattern: Pattern, bytes: u64) -> Nanos {
         let ranks = mesh.size(axes);
         let times = if pattern == Pattern::AllReduce { 2 } else { 1 };
-        if ranks == 1 { Nanos(0) } else { Nanos(times * (self.latency + bytes * (ranks - 1) / ranks / 100)) }
+        if ranks == 1 { Nanos(0) } else { Nanos(self.on(site, 1, times * (self.latency + bytes * (ranks - 1) / ranks / 100))) }
     }
     fn across_stages(&self, mesh: &Mesh, axes: AxisSet, stages: u64, bytes: u64) -> Nanos {
         let ranks = mesh.size(axes) * stages;
         if ranks == 1 { Nanos(0) } else { Nanos(2 * self.latency + bytes / 50) }
     }
-    fn message(&self, _: &Mesh, from: u64, to: u64, bytes: u64) -> Nanos {
-        Nanos(self.latency + (1 + (from + to / 2) % 2) * bytes / 100)
+    fn message(&self, mesh: &Mesh, from: Seat, to: Seat, bytes: u64) -> Nanos {
+        let stage = |seat: Seat| seat.first / mesh.ranks();
+        let time = self.latency + (1 + (stage(from) + stage(to) / 2) % 2) * bytes / 100;
+        Nanos(self.on(from.site, 2, self.on(to.site, 3, time)))
     }
-    fn host_copy(&self, bytes: u64) -> Nanos {
-        Nanos(self.latency / 2 + bytes / 40)
+    fn host_copy(&self, site: Site, bytes: u64) -> Nanos {
+        Nanos(self.on(site, 4, self.latency / 2 + bytes / 40))
     }
-    fn sweep(&self, bytes: u64) -> Nanos {
-        Nanos(bytes / 300)
+    fn sweep(&self, site: Site, bytes: u64) -> Nanos {
+        Nanos(self.on(site, 5, bytes / 300))
     }
 }
 
 impl Prices for Drawn {
+    fn groups(&self) -> &Groups {
+        &self.groups
+    }
     fn classes(&self) -> &[u32] {
         &self.classes
     }
@@ -165,7 +198,16 @@ impl Prices for Drawn {
                 return Vec::new();
             }
             let (width, size) = (dice.within(100, 1000), dice.within(1, 3000));
-            (0..dice.within(1, most)).map(|_| offer(&mut dice, shape, width, size, tied)).collect()
+            let mut offers: Vec<Offer> = (0..dice.within(1, most)).map(|_| offer(&mut dice, shape, width, size, tied)).collect();
+            if shape.site != Site::ONLY {
+                // Other devices: each way takes its own part of time and frame.
+                let mut dice = Dice(dice.0 ^ shape.site.index() as u64);
+                for LayerOption { forward, backward, bytes, .. } in offers.iter_mut().map(|o| &mut o.option) {
+                    let mut part = |amount: u64| amount * dice.within(40, 200) / 100;
+                    (forward.0, backward.0, bytes.frame) = (part(forward.0), part(backward.0), part(bytes.frame));
+                }
+            }
+            offers
         };
         Rc::clone(self.known.entry((class, shape)).or_insert_with(|| draw().into()))
     }
@@ -213,11 +255,11 @@ impl Prices for Drawn {
     fn boundary_bytes(&mut self, layer: u32, shape: Shape) -> u64 {
         (200 + 100 * (u64::from(layer) % 2)) * shape.micro_batch
     }
-    fn device_memory(&self) -> Bytes {
-        Bytes(self.memory)
+    fn device_memory(&self, site: Site) -> Bytes {
+        Bytes(self.on(site, 6, self.memory))
     }
-    fn context(&self) -> Bytes {
-        Bytes(1000)
+    fn context(&self, site: Site) -> Bytes {
+        Bytes(self.on(site, 7, 1000))
     }
 }
 

@@ -1,5 +1,5 @@
 //! Plain enumeration of everything: every tuple, every cut into stages, every option and ZeRO stage of every layer. It shares with the search the prices and the arena
-//! formula, and nothing else; the objective, the places of virtual stages and what they keep are written out again from their definitions.
+//! formula, and nothing else; the objective, the places of virtual stages, what they keep, and the devices they are on are written out again from their definitions.
 
 use super::drawn::Drawn;
 use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
@@ -8,8 +8,10 @@ use dplan_ir::plan::{Clip, Offload, Schedule, States, Zero};
 use dplan_ir::program::{Pattern, Role};
 use dplan_planner::memory::{self, StagePosition, StateTypes, arena};
 use dplan_planner::options::Halves;
+use dplan_planner::placement::{Seat, Site};
 use dplan_planner::prices::{Links, Offer, Prices, Shape};
 use dplan_planner::problem::Problem;
+use std::collections::BTreeMap;
 use std::rc::Rc;
 
 /// `max + a fifth of the smaller`, rounded up.
@@ -127,7 +129,7 @@ impl Setting<'_> {
     }
 
     /// Times of a layer. `shared`: its tied bucket was counted by an earlier layer of the stage; `split`: another stage has it too.
-    fn layer(&self, offer: &Offer, halves: Option<&Halves>, states: States, shared: bool, split: bool) -> Times {
+    fn layer(&self, site: Site, offer: &Offer, halves: Option<&Halves>, states: States, shared: bool, split: bool) -> Times {
         let zero = states.zero.0;
         let (f, b) = (offer.option.forward.0, offer.option.backward.0);
         let (input, w) = halves.map_or((b, 0), |h| (h.input.0, h.weight.0));
@@ -142,13 +144,13 @@ impl Setting<'_> {
             let whole = memory::bucket_elems(bucket.elems, ways);
             let grad = whole * self.element(Role::Grad);
             let piece = if zero == 0 { whole } else { whole / ways };
-            let collective = |axes, pattern, bytes| self.prices.collective(&self.mesh, axes, pattern, bytes).0;
+            let collective = |axes, pattern, bytes| self.prices.collective(site, &self.mesh, axes, pattern, bytes).0;
             let gathered = collective(copies, Pattern::AllGather, whole * self.element(Role::Param));
             let scattered = collective(copies, Pattern::ReduceScatter, grad);
             gather += gathered;
             scatter += scattered;
             if zero >= 2 {
-                add += self.prices.sweep(3 * piece * self.element(Role::Grad)).0;
+                add += self.prices.sweep(site, 3 * piece * self.element(Role::Grad)).0;
             }
             if bucket.tied && shared {
                 continue;
@@ -170,7 +172,7 @@ impl Setting<'_> {
             if states.offload == Offload::Optimizer {
                 // Every role but parameters and gradients, there and back.
                 let roles = self.types.roles().into_iter().filter(|r| !matches!(r, Role::Param | Role::Grad));
-                moved += roles.map(|role| 2 * self.prices.host_copy(piece * self.element(role)).0).sum::<u64>();
+                moved += roles.map(|role| 2 * self.prices.host_copy(site, piece * self.element(role)).0).sum::<u64>();
             }
             let mut bytes = if zero >= 2 { piece } else { whole } * self.element(Role::Grad);
             bytes += piece * self.element(Role::Grad) * if self.clip == Clip::GlobalNorm { 2 } else { 1 };
@@ -178,7 +180,7 @@ impl Setting<'_> {
             if self.types.master() != Role::Param {
                 bytes += piece * self.element(Role::Param);
             }
-            update += self.prices.sweep(bytes).0;
+            update += self.prices.sweep(site, bytes).0;
         }
         let (f, b, end) = match zero {
             0 => (f, input, overlapped(beside, reduce_end + rest_end) - beside + overlapped(update, moved)),
@@ -214,9 +216,11 @@ pub fn enumerate(problem: &Problem, prices: &mut Drawn) -> Option<u64> {
                 for boundary in boundaries {
                     for padding in 0..prices.paddings(tp) {
                         for order in orders(problem, layers as u64, pp, m) {
-                            let shape = Shape { tp, cp: degrees.cp, ep: degrees.ep, micro_batch: micro, boundary, padding };
-                            let value = best_of_tuple(problem, prices, shape, degrees, order);
-                            best = [best, value].into_iter().flatten().min();
+                            let shape = Shape { tp, cp: degrees.cp, ep: degrees.ep, micro_batch: micro, boundary, padding, site: Site::ONLY };
+                            for seats in seatings(prices.groups().sizes(), rest * tp, pp) {
+                                let value = best_of_tuple(problem, prices, shape, degrees, order, &seats);
+                                best = [best, value].into_iter().flatten().min();
+                            }
                         }
                     }
                 }
@@ -243,13 +247,33 @@ fn orders(problem: &Problem, layers: u64, pp: u64, m: u64) -> Vec<Order> {
     all.into_iter().map(|(schedule, v)| Order { schedule, pp, v, m }).collect()
 }
 
-fn best_of_tuple(problem: &Problem, prices: &mut Drawn, shape: Shape, degrees: Degrees, order: Order) -> Option<u64> {
+/// Where the stages are, for every order of the groups of devices.
+fn seatings(sizes: &[u64], ranks: u64, stages: u64) -> Vec<Vec<Seat>> {
+    if sizes.len() == 1 {
+        return vec![(0..stages).map(|s| Seat { site: Site::ONLY, first: s * ranks }).collect()];
+    }
+    let mut orders: Vec<Vec<usize>> = vec![vec![]];
+    for group in 0..sizes.len() {
+        let longer = |order: &Vec<usize>| (0..=order.len()).map(|at| [&order[..at], &[group], &order[at..]].concat()).collect::<Vec<_>>();
+        orders = orders.iter().flat_map(longer).collect();
+    }
+    let seats = |order: Vec<usize>| {
+        // Every rank as its group, and which device of it.
+        let devices: Vec<(usize, u64)> = order.into_iter().flat_map(|group| (0..sizes[group]).map(move |device| (group, device))).collect();
+        let of_stage = |ranks: &[(usize, u64)]| {
+            let site = ranks.iter().map(|r| Site::of_group(r.0)).reduce(Site::with).unwrap();
+            Seat { site, first: if ranks.iter().all(|r| r.0 == ranks[0].0) { ranks[0].1 } else { 0 } }
+        };
+        devices.chunks(ranks as usize).map(of_stage).collect()
+    };
+    orders.into_iter().map(seats).collect()
+}
+
+fn best_of_tuple(problem: &Problem, prices: &mut Drawn, shape: Shape, degrees: Degrees, order: Order, seats: &[Seat]) -> Option<u64> {
     let classes = prices.classes.clone();
     let count = classes.len();
-    let offers: Vec<Rc<[Offer]>> = classes.iter().map(|&c| prices.offers(c, shape)).collect();
     let crossing: Vec<u64> = (0..count.saturating_sub(1)).map(|l| prices.boundary_bytes(l as u32, shape)).collect();
     let boundary = crossing.iter().copied().max().unwrap_or(0);
-    let halves: Vec<Rc<[Halves]>> = classes.iter().map(|&c| if order.halves() { prices.halves(c, shape) } else { Rc::from([]) }).collect();
     let zeros = match degrees.dp * degrees.cp {
         1 => 0..=0,
         _ if order.halves() => 0..=1,
@@ -258,38 +282,44 @@ fn best_of_tuple(problem: &Problem, prices: &mut Drawn, shape: Shape, degrees: D
     let offloads = if problem.pins.offload.is_pinned() { &Offload::ALL[..] } else { &[Offload::None] };
     let keeps = problem.types.roles().into_iter().any(|r| !matches!(r, Role::Param | Role::Grad));
     let offloads = || offloads.iter().copied().filter(|&o| keeps || o == Offload::None);
-    let ways: Vec<Vec<(usize, States)>> = (0..count)
-        .map(|l| {
-            let states = || zeros.clone().flat_map(|z| offloads().map(move |offload| States { zero: Zero(z), offload }));
-            let all = (0..offers[l].len()).flat_map(|o| states().map(move |s| (o, s)).collect::<Vec<_>>());
-            all.filter(|&(o, s)| {
-                let states = problem.pins.zero.allows(l as u32, &s.zero) && problem.pins.offload.allows(l as u32, &s.offload);
-                states && problem.pins.recompute.allows(l as u32, &offers[l][o].option.recompute)
-            })
-            .collect()
-        })
-        .collect();
-    if ways.iter().any(Vec::is_empty) {
-        return None;
+    // All ways of running a layer on a site.
+    let mut known: BTreeMap<(Site, usize), Ways> = BTreeMap::new();
+    for (seat, l) in seats.iter().flat_map(|seat| (0..count).map(move |l| (seat, l))) {
+        let shape = Shape { site: seat.site, ..shape };
+        let offers = prices.offers(classes[l], shape);
+        let halves = if order.halves() { prices.halves(classes[l], shape) } else { Rc::from([]) };
+        let states = || zeros.clone().flat_map(|z| offloads().map(move |offload| States { zero: Zero(z), offload }));
+        let all = (0..offers.len()).flat_map(|o| states().map(move |s| (o, s)).collect::<Vec<_>>());
+        let allowed = |&(o, s): &(usize, States)| {
+            let states = problem.pins.zero.allows(l as u32, &s.zero) && problem.pins.offload.allows(l as u32, &s.offload);
+            states && problem.pins.recompute.allows(l as u32, &offers[o].option.recompute)
+        };
+        let ways = all.filter(allowed).collect();
+        known.insert((seat.site, l), Ways { ways, offers, halves });
     }
     let setting = Setting { prices, types: problem.types, clip: problem.clip, mesh: Mesh::of(degrees), order };
-    let tied: Vec<usize> = (0..count).filter(|&l| offers[l].iter().any(|o| o.tie.is_some())).collect();
+    let tied: Vec<usize> = (0..count).filter(|&l| known[&(seats[0].site, l)].offers.iter().any(|o| o.tie.is_some())).collect();
     let mut best = None;
     for cuts in cuttings(count, (order.pp * order.v) as usize).into_iter().filter(|cuts| order.v == 1 || is_even(cuts)) {
+        let stage = |l: usize| order.place((0..order.pp * order.v).find(|&c| cuts[c as usize + 1] > l).unwrap());
+        let ways: Vec<&Ways> = (0..count).map(|l| &known[&(seats[stage(l) as usize].site, l)]).collect();
+        if ways.iter().any(|w| w.ways.is_empty()) {
+            continue;
+        }
         let mut pick = vec![0; count];
         loop {
             let way = |l: usize| {
-                let (offer, states) = ways[l][pick[l]];
-                (&offers[l][offer], halves[l].get(offer), states)
+                let (offer, states) = ways[l].ways[pick[l]];
+                (&ways[l].offers[offer], ways[l].halves.get(offer), states)
             };
             let chosen: Vec<Way> = (0..count).map(way).collect();
             if tied.iter().all(|&l| chosen[l].0.tie == chosen[tied[0]].0.tie && chosen[l].2.zero == chosen[tied[0]].2.zero)
-                && let Some(value) = value(problem, &setting, &chosen, &cuts, &tied, &crossing, boundary)
+                && let Some(value) = value(problem, &setting, &chosen, &cuts, &tied, &crossing, boundary, seats)
             {
                 best = [best, Some(value)].into_iter().flatten().min();
             }
             // Next combination, as an odometer.
-            let Some(at) = (0..count).find(|&l| pick[l] + 1 < ways[l].len()) else { break };
+            let Some(at) = (0..count).find(|&l| pick[l] + 1 < ways[l].ways.len()) else { break };
             pick[at] += 1;
             pick[..at].fill(0);
         }
@@ -319,17 +349,34 @@ fn is_even(cuts: &[usize]) -> bool {
     (0..n).all(|i| cuts[i + 2] - cuts[i + 1] == (i + 1) * r / n - i * r / n)
 }
 
+/// What pins allow of a layer's offers, and the offers.
+struct Ways {
+    ways: Vec<(usize, States)>,
+    offers: Rc<[Offer]>,
+    halves: Rc<[Halves]>,
+}
+
 /// An offer, what it is in halves, and where states live.
 type Way<'a> = (&'a Offer, Option<&'a Halves>, States);
 
-fn value(problem: &Problem, setting: &Setting, chosen: &[Way], cuts: &[usize], tied: &[usize], crossing: &[u64], boundary: u64) -> Option<u64> {
+#[allow(clippy::too_many_arguments)]
+fn value(
+    problem: &Problem,
+    setting: &Setting,
+    chosen: &[Way],
+    cuts: &[usize],
+    tied: &[usize],
+    crossing: &[u64],
+    boundary: u64,
+    seats: &[Seat],
+) -> Option<u64> {
     let Order { schedule, pp, v, m } = setting.order;
     let order = setting.order;
     let pipeline = Pipeline { schedule, stages: pp, virtual_stages: v, micro_batches: m };
     let place: Vec<u64> = (0..chosen.len()).map(|l| order.place((0..pp * v).find(|&c| cuts[c as usize + 1] > l).unwrap())).collect();
     let (mut sum, mut slowest, mut longest, mut latest) = (0, 0, 0, 0);
     for stage in 0..pp {
-        let kept = order.kept(stage);
+        let (kept, seat) = (order.kept(stage), seats[stage as usize]);
         let (mut layers, mut time, mut ramp, mut ends) = (Vec::new(), 0, 0, 0);
         for (c, &(frames, held)) in (0..pp * v).filter(|&c| order.place(c) == stage).zip(&kept) {
             let (start, end) = (cuts[c as usize], cuts[c as usize + 1]);
@@ -338,7 +385,7 @@ fn value(problem: &Problem, setting: &Setting, chosen: &[Way], cuts: &[usize], t
                 layers.push((halves.map_or(&offer.option.bytes, |h| &h.bytes), states, Slots { frames, held }));
                 let shared = tied.contains(&l) && tied.iter().any(|&t| t < l && place[t] == stage);
                 let split = tied.iter().any(|&t| place[t] != stage);
-                let Times { f, b, w, end } = setting.layer(offer, halves, states, shared, split);
+                let Times { f, b, w, end } = setting.layer(seat.site, offer, halves, states, shared, split);
                 (time, ends) = (time + f + b + w, ends + end);
                 ramp += match schedule {
                     Schedule::GPipe | Schedule::OneFOneB => f + b,
@@ -348,11 +395,11 @@ fn value(problem: &Problem, setting: &Setting, chosen: &[Way], cuts: &[usize], t
                 };
             }
             if c + 1 < pp * v && order.place(c + 1) != stage {
-                let messages = 2 * setting.prices.message(&setting.mesh, stage, order.place(c + 1), crossing[end - 1]).0;
+                let messages = 2 * setting.prices.message(&setting.mesh, seat, seats[order.place(c + 1) as usize], crossing[end - 1]).0;
                 (time, ramp) = (time + messages, ramp + messages.div_ceil(v));
             }
         }
-        if arena(&layers, &setting.mesh, problem.types, StagePosition { pipeline, stage, boundary }).total() > problem.budget {
+        if arena(&layers, &setting.mesh, problem.types, StagePosition { pipeline, stage, boundary }).total() > problem.budget_at(seat.site) {
             return None;
         }
         (sum, slowest, longest) = (sum + ramp, slowest.max(m * time - ramp), longest.max(ends));

@@ -66,6 +66,10 @@ impl Planned {
 /// If no number of devices has a plan.
 pub fn replan(file: &PlanFile, devices: u64) -> anyhow::Result<PlanFile> {
     ensure!(devices > 0, "no rank is left");
+    let machine = file
+        .cluster
+        .only()
+        .context("the cluster has groups of different devices: which of them are left is not known here; compile a plan for those")?;
     let mut forward = file.graph.clone();
     forward.strip_backward();
     forward.set_batch(1);
@@ -76,7 +80,7 @@ pub fn replan(file: &PlanFile, devices: u64) -> anyhow::Result<PlanFile> {
         if best.is_some() && Some(n) != even {
             continue;
         }
-        let Some(cluster) = shrunk(&file.cluster, n) else { continue };
+        let Some(cluster) = shrunk(machine, n) else { continue };
         match compile::compile(&forward, &compile::Options::again(file, cluster)) {
             Ok(compiled) => {
                 if best.as_ref().is_none_or(|b| compiled.prediction.step < b.prediction.step) {

@@ -21,6 +21,7 @@ use crate::feed::{Batches, Feed};
 use crate::import::weights::Weights;
 use crate::planfile::PlanFile;
 use crate::runtime::cuda::gpu::{Gpu, cuda::Cuda, nccl::UniqueId, unique_id};
+use crate::runtime::cuda::rank::Launch;
 use crate::runtime::cuda::session::Session;
 use crate::runtime::cuda::start::Process;
 
@@ -31,6 +32,15 @@ pub enum Device {
     Cpu,
     /// This process is one rank, on one GPU.
     Cuda,
+}
+
+/// How GPUs are given a step.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum LaunchBy {
+    /// As one CUDA graph.
+    Graph,
+    /// Call by call.
+    Each,
 }
 
 /// Trains a verified plan. `plan`: its hash, the same on all ranks.
@@ -49,6 +59,10 @@ pub fn run(args: &Args, file: &PlanFile, plan: u64, feed: Feed, weights: Option<
     }
     let made = Session::new(file.graph.clone(), file.program.clone(), vec![(process.rank, gpu)], args.decay.groups());
     let mut session = made.map_err(Failure::fault)?;
+    session.launch(match args.launch {
+        LaunchBy::Graph => Launch::Graph,
+        LaunchBy::Each => Launch::Each,
+    });
     match weights {
         None => session.initialise(seed).map_err(Failure::fault)?,
         Some(weights) => {

@@ -2,7 +2,7 @@
 //!
 //! A step is queued whole: first the step's scalars are copied in and every stream is made to wait for that; then the schedule's instructions, in issue order, each on its
 //! own stream; last the compute stream waits for all others and copies the results out. So a step needs one `synchronise`, and the calls between are the same every step:
-//! they are made twice, once to be done, once to be captured; later steps replay the graph.
+//! they are made twice, once to be done, once to be captured; later steps replay the graph ([`Launch`]).
 //!
 //! **Memory.** The arena is the program's. Besides it: the scalars, and for each stream as much working memory as its kernels need at once. Inputs lie in pinned memory,
 //! a place for each time the step loads one, so that nothing that is queued is overwritten.
@@ -39,6 +39,16 @@ enum Taken {
     Graph(Captured),
 }
 
+/// How the calls of a step reach the device, from the second step on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Launch {
+    /// All at once, as one graph.
+    #[default]
+    Graph,
+    /// One by one, in every step: for a driver or a NCCL that cannot capture, or a tool that should see each call.
+    Each,
+}
+
 /// A rank that runs steps.
 pub struct Rank<D: Driver> {
     driver: D,
@@ -47,6 +57,7 @@ pub struct Rank<D: Driver> {
     taken: Vec<Taken>,
     /// Whether a call failed, here or at a peer: nothing more is asked of the device.
     failed: bool,
+    launch: Launch,
     calling: Calling,
 }
 
@@ -70,7 +81,7 @@ struct Held {
 /// How the calls of the next step are made.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Calling {
-    /// One by one: the first step's, since libraries make themselves ready meanwhile.
+    /// One by one: the first step's at least, since libraries make themselves ready meanwhile.
     Each,
     /// One by one, to be captured, then all at once.
     Capture,
@@ -94,7 +105,7 @@ impl<D: Driver> Rank<D> {
         let code = load(graph, program, (rank / ranks) as usize, rank % ranks, decay, driver.target())?;
         let mut taken = Vec::new();
         let made = prepare(&mut driver, program, rank, &code, &mut taken);
-        let mut this = Rank { driver, code, held: Held::default(), taken, failed: made.is_err(), calling: Calling::Each };
+        let mut this = Rank { driver, code, held: Held::default(), taken, failed: made.is_err(), launch: Launch::default(), calling: Calling::Each };
         match made {
             Ok(held) => {
                 this.held = held;
@@ -105,6 +116,11 @@ impl<D: Driver> Rank<D> {
                 Err(RuntimeError::Device { rank: rank as usize, source })
             }
         }
+    }
+
+    /// How later steps are launched; the first one decides.
+    pub fn launch(&mut self, launch: Launch) {
+        self.launch = launch;
     }
 
     /// Queues a whole step.
@@ -172,7 +188,10 @@ impl<D: Driver> Rank<D> {
         self.calling = match self.calling {
             Calling::Each => {
                 queue(driver, held, code, program)?;
-                Calling::Capture
+                match self.launch {
+                    Launch::Graph => Calling::Capture,
+                    Launch::Each => Calling::Each,
+                }
             }
             Calling::Capture => {
                 driver.begin_capture(compute)?;

@@ -12,7 +12,7 @@ use dplan_ir::optimizer::{DecayGroups, StepScalars};
 use dplan_ir::program::{Content, Program, Role};
 
 use super::driver::Driver;
-use super::rank::Rank;
+use super::rank::{Launch, Rank};
 use crate::runtime::block::{Block, Stretch};
 use crate::runtime::view::View;
 use crate::runtime::{Batch, RuntimeError, StepResult};
@@ -35,6 +35,11 @@ impl<D: Driver> Session<D> {
         let one = |(rank, driver)| Rank::new(driver, &graph, &program, rank, decay);
         let ranks = drivers.into_iter().map(one).collect::<Result<_, _>>()?;
         Ok(Session { graph, program, ranks, ended: false })
+    }
+
+    /// How steps after the first are launched; to be said before the first.
+    pub fn launch(&mut self, launch: Launch) {
+        self.ranks.iter_mut().for_each(|rank| rank.launch(launch));
     }
 
     /// Sets every parameter to its deterministic initial value.

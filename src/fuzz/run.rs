@@ -5,6 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
+use dplan_ir::dropout::Draws;
 use dplan_ir::dtype::DType;
 use dplan_ir::entity::{ParamId, Table};
 use dplan_ir::graph::Graph;
@@ -182,7 +183,10 @@ pub fn scalars(case: &Case, graph: &Graph, step: u64) -> StepScalars {
     let hyper = Hyper { lr: 0.01, beta1: 0.9, beta2: 0.95, eps: 1e-3, weight_decay: 0.1, momentum: 0.9, clip };
     let tokens: u64 = graph.shape(graph.inputs[0]).iter().product::<u64>() * case.micro_batches;
     let loss_scale = if case.compute == DType::F16 { LOSS_SCALE } else { 1.0 };
-    StepScalars { loss_scale, ..StepScalars::new(hyper, step, 1.0 / tokens as f64) }
+    // As in a run: steps take sequences one after the other.
+    let sequences = graph.batch.map_or(0, |d| graph.size(d)) * case.micro_batches;
+    let draws = Draws { seed: INIT, sequence: (step - 1) * sequences };
+    StepScalars { loss_scale, draws, ..StepScalars::new(hyper, step, 1.0 / tokens as f64) }
 }
 
 /// The inputs of each micro-batch of a step.

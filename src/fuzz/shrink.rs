@@ -96,6 +96,7 @@ fn simpler(case: &Case) -> Vec<Case> {
     offer(&|c| c.model.sight = Sight::Causal);
     offer(&|c| c.model.tied = false);
     offer(&|c| c.model.learned_positions = false);
+    offer(&|c| c.model.dropout = 0);
     offer(&|c| c.model.vocab = Model::SMALLEST.vocab);
     offer(&|c| c.optimizer = Optimizer::Sgd);
     offer(&|c| c.clip = Clip::None);
@@ -115,11 +116,12 @@ mod tests {
     #[test]
     fn what_is_left_is_the_fault() {
         type Fault = fn(&Case) -> bool;
-        let faults: [(Fault, &str); 5] = [
+        let faults: [(Fault, &str); 6] = [
             (|c| c.tp > 1 && c.ways.iter().any(|w| w.zero.0 == 3), "tp=2 "),
             (|c| c.schedule == Schedule::ZbV && c.model.tied, "tied=on count=3 schedule=zb-v virtual=2 cuts=1,2,3"),
             (|c| c.ep > 1 && c.cp > 1, "ffn=experts dp=2 ep=2 cp=2"),
             (|c| c.ways[0].offload == Offload::Optimizer && c.compute != DType::F64, "compute=bf16"),
+            (|c| c.model.dropout > 0 && c.ways.iter().any(|w| w.recompute == Recompute::Full), "dropout="),
             (|c| c.virtual_stages == 3 && c.micro_batches > 4, "virtual=3"),
         ];
         for (fault, says) in faults {

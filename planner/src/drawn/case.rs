@@ -206,6 +206,7 @@ impl Case {
         match () {
             () if degrees.iter().chain(&sizes).any(|&n| n == 0 || n > MOST) => Some("degrees and sizes from 1 to 4096"),
             () if !(1..=MOST).contains(&u64::from(self.model.blocks)) => Some("1 to 4096 blocks"),
+            () if self.model.dropout >= 100 => Some("dropout of less than 100 percent"),
             () if !cuts_rise => Some("cuts that rise, each the first layer of a virtual stage"),
             () if !(self.cuts.len() as u64 + 1).is_multiple_of(self.virtual_stages) => Some("cuts for a multiple of the virtual stages"),
             () if self.ep > 1 && !(self.model.ffn.is_routed() && EXPERTS.is_multiple_of(self.ep)) => Some("experts that ep divides"),

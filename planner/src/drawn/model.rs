@@ -2,6 +2,7 @@
 
 use super::Dice;
 use dplan_ir::build::Builder;
+use dplan_ir::dropout::{self, Rates};
 use dplan_ir::dtype::DType;
 use dplan_ir::entity::{DimId, ValueId};
 use dplan_ir::grad::differentiate;
@@ -83,12 +84,24 @@ pub struct Model {
     /// Whether the head reads the embedding's table.
     pub tied: bool,
     pub learned_positions: bool,
+    /// Percent that is dropped of the embedding and of each term of residual streams.
+    pub dropout: u64,
 }
 
 impl Model {
     /// Nothing that can be left out.
-    pub const SMALLEST: Model =
-        Model { blocks: 1, seq: 4, kv_heads: 1, group: 1, vocab: 5, ffn: Ffn::Gated, sight: Sight::Causal, tied: false, learned_positions: false };
+    pub const SMALLEST: Model = Model {
+        blocks: 1,
+        seq: 4,
+        kv_heads: 1,
+        group: 1,
+        vocab: 5,
+        ffn: Ffn::Gated,
+        sight: Sight::Causal,
+        tied: false,
+        learned_positions: false,
+        dropout: 0,
+    };
 
     /// Any of them.
     pub fn drawn(dice: &mut Dice) -> Model {
@@ -102,6 +115,7 @@ impl Model {
             sight: dice.pick(&Sight::ALL),
             tied: dice.one_in(2),
             learned_positions: dice.one_in(2),
+            dropout: dice.pick(&[0, 0, 10, 50]),
         }
     }
 
@@ -116,7 +130,9 @@ impl Model {
     /// Never: every model builds, as tests try.
     pub fn graph(&self, batch: u64, dtype: DType) -> Graph {
         let forward = Decoder::new(self, batch, dtype).build(self);
-        let graph = forward.and_then(|g| differentiate(&g).map_err(|e| e.to_string()));
+        let rate = self.dropout as f64 / 100.0;
+        let dropped = forward.map(|g| dropout::insert(&g, Rates { embedding: rate, residual: rate }));
+        let graph = dropped.and_then(|g| differentiate(&g).map_err(|e| e.to_string()));
         graph.unwrap_or_else(|why| panic!("{self:?}: {why}"))
     }
 }

@@ -27,7 +27,7 @@ type Key = (&'static str, fn(&Case) -> String, fn(&mut Case, &str) -> Option<()>
 const NUMBER: &str = "a number";
 
 /// All choices; what others depend on comes first.
-const KEYS: [Key; 29] = [
+const KEYS: [Key; 30] = [
     ("blocks", |c| c.model.blocks.to_string(), |c, t| number(&mut c.model.blocks, t), NUMBER),
     ("ffn", |c| c.model.ffn.name().into(), |c, t| name(&mut c.model.ffn, Ffn::from_name(t)), "gated, plain, experts or biased"),
     ("sight", |c| c.model.sight.name().into(), |c, t| name(&mut c.model.sight, Sight::from_name(t)), "causal, window or sinks"),
@@ -37,6 +37,7 @@ const KEYS: [Key; 29] = [
     ("vocab", |c| c.model.vocab.to_string(), |c, t| number(&mut c.model.vocab, t), NUMBER),
     ("tied", |c| switch_name(c.model.tied), |c, t| name(&mut c.model.tied, switch(t)), "on or off"),
     ("positions", |c| switch_name(c.model.learned_positions), |c, t| name(&mut c.model.learned_positions, switch(t)), "on or off"),
+    ("dropout", |c| c.model.dropout.to_string(), |c, t| number(&mut c.model.dropout, t), "a number of percent"),
     ("dp", |c| c.dp.to_string(), |c, t| number(&mut c.dp, t), NUMBER),
     ("ep", |c| c.ep.to_string(), |c, t| number(&mut c.ep, t), NUMBER),
     ("cp", |c| c.cp.to_string(), |c, t| number(&mut c.cp, t), NUMBER),
@@ -229,6 +230,7 @@ mod tests {
             ("cp=3", "a sequence that cp divides"),
             ("ep=2 dp=2", "experts that ep divides"),
             ("cuts=9", "cuts that rise"),
+            ("dropout=100", "less than 100 percent"),
             ("zero=7", "one way for each layer"),
             ("tied=on zero=1,0,0", "one ZeRO stage for a tied table"),
         ];

@@ -55,7 +55,7 @@ fn a_damaged_program_is_told_from_a_right_one() {
     let (graph, program) = lowered(&case).unwrap();
     assert!(check_program(&case, &graph, &program).unwrap().error < 1e-12);
     for damage in [Damage::DropAddInto, Damage::SetForAdd, Damage::WithoutClip, Damage::CountRarely, Damage::DropUpdate] {
-        let mut mutants = (0..20).filter_map(|pick| damage.apply(&program, pick * 7919)).filter(|(p, _)| verify_program(&graph, p).is_err());
+        let mut mutants = (0..20).filter_map(|pick| damage.apply(&graph, &program, pick * 7919)).filter(|(p, _)| verify_program(&graph, p).is_err());
         // Not each of them shows in numbers: a contribution that sets what was zero, or comes first.
         let differs = |(p, _): (Program, String)| matches!(check_program(&case, &graph, &p), Err(Fault::Differs(_)));
         assert!(mutants.any(differs), "{damage:?}");

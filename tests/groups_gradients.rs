@@ -206,7 +206,7 @@ fn group_08_weights_of_norms_are_the_same_on_all_ranks_of_a_split_sequence() {
     }
     // A program that says otherwise of which ranks its gradients are partial over is refused.
     let file = plan(&import(LLAMA), 2, "tp=2,sp=on");
-    let damaged: Vec<Program> = (0..20).filter_map(|pick| Damage::WrongPartial.apply(&file.program, pick)).map(|(p, _)| p).collect();
+    let damaged: Vec<Program> = (0..20).filter_map(|pick| Damage::WrongPartial.apply(&file.graph, &file.program, pick)).map(|(p, _)| p).collect();
     assert!(!damaged.is_empty() && damaged.iter().all(|p| !reasons(&file.graph, p).is_empty()));
 }
 
@@ -332,7 +332,7 @@ fn group_13_what_every_rank_has_counts_once_in_the_norm() {
     }
     let file = textbook(&model, two);
     let counted: Vec<Vec<String>> =
-        (0..20).filter_map(|pick| Damage::CountOften.apply(&file.program, pick)).map(|(p, _)| reasons(&file.graph, &p)).collect();
+        (0..20).filter_map(|pick| Damage::CountOften.apply(&file.graph, &file.program, pick)).map(|(p, _)| reasons(&file.graph, &p)).collect();
     assert!(!counted.is_empty() && counted.iter().all(|r| r.iter().any(|why| why.contains("but it is replicated over"))), "{counted:?}");
 }
 
@@ -350,7 +350,7 @@ fn group_14_both_ends_of_a_tied_embedding_stay_the_same() {
         let table = named(&file.graph, "embed_tokens")[0];
         let ends = file.program.stages.iter().filter(|s| s.buckets.values().any(|b| b.members.iter().any(|m| m.param == table))).count();
         assert!(ends == 2 && trained.copies[table] > 0, "{ends}");
-        let (untied, _) = Damage::Untie.apply(&file.program, 0).unwrap();
+        let (untied, _) = Damage::Untie.apply(&file.graph, &file.program, 0).unwrap();
         assert!(!reasons(&file.graph, &untied).is_empty());
     }
 }

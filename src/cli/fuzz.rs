@@ -134,11 +134,12 @@ fn mutated(args: &Args, cases: &[Case]) -> Result<Outcome> {
         let tally = |t: &Tally| json!({ "rejected": t.rejected, "same_bits": t.same, "reordered_sums": t.reordered, "wrong": t.wrong });
         let hole = |h: &Hole| json!({ "case": h.case, "change": h.change, "place": h.place, "why": h.why });
         let damages: serde_json::Map<_, _> = outcome.damages.iter().map(|(d, t)| (d.name(), tally(t))).collect();
+        let flaws: serde_json::Map<_, _> = outcome.flaws.iter().map(|(f, t)| (f.name(), tally(t))).collect();
         let rewrites: serde_json::Map<_, _> = outcome.rewrites.iter().map(|(r, t)| (r.name(), tally(t))).collect();
         output::say!(
             "{}",
             json!({
-                "ok": outcome.is_sound(), "programs": outcome.programs, "seed": args.seed, "damages": damages, "rewrites": rewrites,
+                "ok": outcome.is_sound(), "programs": outcome.programs, "seed": args.seed, "damages": damages, "flaws": flaws, "rewrites": rewrites,
                 "damaged": tally(&damaged), "rewritten": tally(&rewritten),
                 "holes": outcome.holes.iter().map(hole).collect::<Vec<_>>(), "alarms": outcome.alarms.iter().map(hole).collect::<Vec<_>>(),
             })
@@ -147,6 +148,8 @@ fn mutated(args: &Args, cases: &[Case]) -> Result<Outcome> {
         output::say!("  {:<24}{:>9}{:>11}{:>11}{:>7}", "damage", "rejected", "same bits", "same sums", "wrong");
         let line = |name: &str, t: &Tally| output::say!("  {name:<24}{:>9}{:>11}{:>11}{:>7}", t.rejected, t.same, t.reordered, t.wrong);
         outcome.damages.iter().for_each(|(d, t)| line(&d.name(), t));
+        output::say!("  {:<24}{:>9}{:>11}{:>11}{:>7}", "flaw of the graph", "rejected", "same bits", "same sums", "wrong");
+        outcome.flaws.iter().for_each(|(f, t)| line(&f.name(), t));
         output::say!("  {:<24}{:>9}{:>11}{:>11}{:>7}", "rewrite", "rejected", "same bits", "same sums", "wrong");
         outcome.rewrites.iter().for_each(|(r, t)| line(&r.name(), t));
         for (what, holes) in [("ACCEPTED, BUT WRONG", &outcome.holes), ("FALSE ALARM", &outcome.alarms)] {

@@ -6,7 +6,7 @@
 //! that each of them, and each pair of them that can be together, comes up. What fails is made smaller as long as it fails ([`shrink`]), and its text is
 //! the argument that runs it again.
 //!
-//! [`mutate`] damages proved programs in every way of the catalogue ([`dplan_ir::verify::mutate`]). The verifier must reject each, or the program must still
+//! [`mutate`] damages proved programs and their graphs in every way of the catalogue ([`dplan_ir::verify::mutate`]). The verifier must reject each, or the program must still
 //! compute what it did; programs rewritten without harm it must accept.
 
 pub mod mutate;

@@ -1,4 +1,4 @@
-//! Damage to proved programs, and rewrites of them.
+//! Damage to proved programs and flaws of their graphs, and rewrites of them.
 //!
 //! What the verifier accepts of damaged programs is run by the program's interpreter, with its streams in several orders, and must compute what the undamaged
 //! program computes: the same bits, or the same sums with their terms in another order. Anything else is a hole in the verifier. Nothing of what it rejects
@@ -10,7 +10,7 @@ use dplan_ir::graph::Graph;
 use dplan_ir::init;
 use dplan_ir::interp::program::ProgramRun;
 use dplan_ir::program::{Program, Role};
-use dplan_ir::verify::mutate::{Damage, Rewrite};
+use dplan_ir::verify::mutate::{Damage, Flaw, Rewrite};
 use dplan_ir::verify::verify_program;
 use dplan_planner::drawn::{Case, Dice};
 
@@ -42,6 +42,7 @@ pub struct Hole {
 pub struct Outcome {
     pub programs: u64,
     pub damages: BTreeMap<Damage, Tally>,
+    pub flaws: BTreeMap<Flaw, Tally>,
     pub rewrites: BTreeMap<Rewrite, Tally>,
     /// Damage that was accepted and harms.
     pub holes: Vec<Hole>,
@@ -50,9 +51,9 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// All kinds of damage together.
+    /// All kinds of damage together, those of graphs included.
     pub fn damaged(&self) -> Tally {
-        sum(self.damages.values())
+        sum(self.damages.values().chain(self.flaws.values()))
     }
     pub fn rewritten(&self) -> Tally {
         sum(self.rewrites.values())
@@ -61,7 +62,7 @@ impl Outcome {
         self.holes.is_empty() && self.alarms.is_empty()
     }
 
-    /// Damages and rewrites a case's program, each kind at so many drawn places.
+    /// Damages and rewrites a case's program and its graph, each kind at so many drawn places.
     ///
     /// # Errors
     /// If the case itself is refused, or does not run.
@@ -73,21 +74,31 @@ impl Outcome {
             self.alarms.push(hole("nothing".into(), "nowhere".into(), violations[0].to_string()));
             return Ok(());
         }
-        let subject = Subject { case, graph: &graph, want: trained(case, &graph, &program, 1).map_err(Fault::Stopped)? };
+        let subject = Subject { case, want: trained(case, &graph, &program, 1).map_err(Fault::Stopped)? };
         for damage in Damage::ALL {
             for _ in 0..places {
-                let Some((mutant, place)) = damage.apply(&program, dice.roll(1 << 40)) else { continue };
-                let verdict = subject.judge(&mutant);
+                let Some((mutant, place)) = damage.apply(&graph, &program, dice.roll(1 << 40)) else { continue };
+                let verdict = subject.judge(&graph, &mutant);
                 self.damages.entry(damage).or_default().note(&verdict);
                 if let Verdict::Wrong(why) = verdict {
                     self.holes.push(hole(damage.name(), place, why));
                 }
             }
         }
+        for flaw in Flaw::ALL {
+            for _ in 0..places {
+                let Some((mutant, place)) = flaw.apply(&graph, dice.roll(1 << 40)) else { continue };
+                let verdict = subject.judge(&mutant, &program);
+                self.flaws.entry(flaw).or_default().note(&verdict);
+                if let Verdict::Wrong(why) = verdict {
+                    self.holes.push(hole(format!("graph: {}", flaw.name()), place, why));
+                }
+            }
+        }
         for rewrite in Rewrite::ALL {
             for _ in 0..places {
-                let Some((mutant, place)) = rewrite.apply(&program, dice.roll(1 << 40)) else { continue };
-                let verdict = subject.judge(&mutant);
+                let Some((mutant, place)) = rewrite.apply(&graph, &program, dice.roll(1 << 40)) else { continue };
+                let verdict = subject.judge(&graph, &mutant);
                 self.rewrites.entry(rewrite).or_default().note(&verdict);
                 if let Verdict::Rejected(why) | Verdict::Wrong(why) = verdict {
                     self.alarms.push(hole(rewrite.name(), place, why));
@@ -142,18 +153,17 @@ const REORDERED: f64 = 1e-10;
 /// An undamaged program, by what it computes.
 struct Subject<'a> {
     case: &'a Case,
-    graph: &'a Graph,
     want: Vec<f64>,
 }
 
 impl Subject<'_> {
-    fn judge(&self, mutant: &Program) -> Verdict {
-        if let Err(violations) = verify_program(self.graph, mutant) {
+    fn judge(&self, graph: &Graph, mutant: &Program) -> Verdict {
+        if let Err(violations) = verify_program(graph, mutant) {
             return Verdict::Rejected(violations[0].to_string());
         }
         let mut verdict = Verdict::Same;
         for seed in 2..2 + ORDERS {
-            let found = match trained(self.case, self.graph, mutant, seed) {
+            let found = match trained(self.case, graph, mutant, seed) {
                 Ok(found) => found,
                 Err(why) => return Verdict::Wrong(why),
             };

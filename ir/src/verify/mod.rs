@@ -6,6 +6,7 @@ pub mod mutate;
 mod node;
 pub mod program;
 pub mod report;
+mod seed;
 pub mod sharded;
 
 pub use graph::{GraphError, verify_graph};

@@ -2,8 +2,10 @@
 
 use super::{Cut, show, words};
 use crate::dtype::DType;
-use crate::entity::DimId;
+use crate::entity::{BufferId, DimId, NodeId, ValueId};
+use crate::graph::{Graph, Node};
 use crate::mesh::AxisSet;
+use crate::op::Op;
 use crate::program::{ALIGN, Channel, Content, Instr, Pattern, Program, Role, Stream, Write};
 use crate::sharding::Monoid;
 
@@ -90,10 +92,14 @@ pub enum Damage {
     OtherPadding,
     /// The memory of the host is smaller.
     LessHost,
+    /// A collective is over another axis of the same size.
+    OtherAxis,
+    /// A dropout draws with the key of another one, and says of its operand and result what fits that.
+    WrongKey,
 }
 
 impl Damage {
-    pub const ALL: [Damage; 64] = [
+    pub const ALL: [Damage; 66] = [
         Damage::DropRun,
         Damage::DropCollective,
         Damage::DropMessage,
@@ -158,6 +164,8 @@ impl Damage {
         Damage::MoreMicroBatches,
         Damage::OtherPadding,
         Damage::LessHost,
+        Damage::OtherAxis,
+        Damage::WrongKey,
     ];
 
     /// In words: `drop wait`.
@@ -166,9 +174,9 @@ impl Damage {
     }
 
     /// The program with one such damage, and where it is; `None` if the program has no place for it.
-    pub fn apply(self, program: &Program, pick: u64) -> Option<(Program, String)> {
+    pub fn apply(self, graph: &Graph, program: &Program, pick: u64) -> Option<(Program, String)> {
         let mut program = program.clone();
-        let at = Cut { program: &mut program, pick }.damage(self)?;
+        let at = Cut { graph, program: &mut program, pick }.damage(self)?;
         Some((program, at))
     }
 }
@@ -507,6 +515,43 @@ impl Cut<'_> {
                 let stage = stages[self.draw(stages.len())?];
                 self.program.stages[stage].host_bytes -= ALIGN;
                 Some(format!("stage {stage}"))
+            }
+            Damage::OtherAxis => {
+                let mesh = self.program.mesh.clone();
+                self.edit(|i| match i {
+                    Instr::Collective { axes, .. } | Instr::Slice { axes, .. } => {
+                        let alike = |a| ranked.minus(*axes).iter().find(|&b| mesh.axis(b).size == mesh.axis(a).size);
+                        match axes.iter().find_map(|a| Some((a, alike(a)?))) {
+                            Some((one, other)) => {
+                                *axes = axes.minus(AxisSet::one(one)).union(AxisSet::one(other));
+                                true
+                            }
+                            None => false,
+                        }
+                    }
+                    _ => false,
+                })
+            }
+            Damage::WrongKey => {
+                let graph = self.graph;
+                let drops = |id: NodeId| matches!(graph.nodes[id].op, Op::Dropout { .. });
+                let site = self.site(|i| matches!(i, Instr::Run { node, .. } if drops(*node)))?;
+                let Instr::Run { node, ins, outs, scratch, write } = self.issue(site).instr.clone() else { return None };
+                let dropouts: Vec<NodeId> = graph.nodes.ids().filter(|&id| id != node && drops(id)).collect();
+                let other = *dropouts.get(self.draw(dropouts.len())?)?;
+                let of: &Node = &graph.nodes[other];
+                // The same bytes under other names: by itself the instruction is sound.
+                let buffers = &mut self.program.stages[site.0].buffers;
+                let mut renamed = |old: BufferId, to: ValueId| {
+                    let mut buffer = buffers[old].clone();
+                    if let Content::Value { value, .. } = &mut buffer.content {
+                        *value = to;
+                    }
+                    buffers.push(buffer)
+                };
+                let (ins, outs) = (vec![renamed(ins[0], of.inputs[0])], vec![renamed(outs[0], of.outputs[0])]);
+                self.issue(site).instr = Instr::Run { node: other, ins, outs, scratch, write };
+                Some(format!("{}: {other} for {node}", show(site)))
             }
         }
     }

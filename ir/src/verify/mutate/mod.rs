@@ -1,19 +1,24 @@
-//! Changes to programs, for tests of the verifier: damage that makes a program wrong (nearly always), and rewrites that leave it right.
+//! Changes to programs, for tests of the verifier: damage that makes a program wrong (nearly always), and rewrites that leave it right; and flaws of graphs,
+//! of what a program takes from its graph.
 //!
 //! Both are drawn: `pick` chooses among all places where a change of that kind applies. A damage may by luck leave a right program (a wait that another
 //! implies, a contribution dropped and never read); then the program still verifies, and must still compute the same.
 
 mod damage;
+mod flaw;
 mod rewrite;
 
 pub use damage::Damage;
+pub use flaw::Flaw;
 pub use rewrite::Rewrite;
 
 use crate::entity::{BufferId, EventId, SegmentId};
+use crate::graph::Graph;
 use crate::program::{Buffer, Content, Instr, Issue, Program, StageProgram};
 
 /// A program being changed at a drawn place.
 struct Cut<'a> {
+    graph: &'a Graph,
     program: &'a mut Program,
     pick: u64,
 }

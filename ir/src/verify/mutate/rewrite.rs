@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use super::{Cut, show, words};
 use crate::entity::BufferId;
+use crate::graph::Graph;
 use crate::program::{ALIGN, Buffer, Instr, Issue, Program, Region, StageProgram, Stream};
 
 /// Kinds of rewrites that leave a program right.
@@ -45,9 +46,9 @@ impl Rewrite {
     }
 
     /// The program rewritten at one place, and where; `None` if the program has no place for it.
-    pub fn apply(self, program: &Program, pick: u64) -> Option<(Program, String)> {
+    pub fn apply(self, graph: &Graph, program: &Program, pick: u64) -> Option<(Program, String)> {
         let mut program = program.clone();
-        let at = Cut { program: &mut program, pick }.rewrite(self)?;
+        let at = Cut { graph, program: &mut program, pick }.rewrite(self)?;
         Some((program, at))
     }
 }

@@ -8,7 +8,7 @@
 //! block of `v` under sharding S" is true for all coordinates or for none. Only pieces in place (`piece_axes`) put different bytes to use on
 //! different ranks: there a range has two contents, of the rank's *own* piece and of the *rest* of it.
 //!
-//! **Passes**, each on what the ones before have established:
+//! **Passes**, each on what the ones before have established. First of all the graph is verified ([`crate::verify::graph`]): what is drawn and divided by it is said there.
 //! 1. [`structure`]: every id, axis, size and byte range is in bounds; buckets are consistent; the schedule calls every micro-batch once;
 //! 2. [`types`]: each instruction alone: shardings of operands and results follow from one factor assignment ([`crate::rule`]) or one reshard step;
 //! 3. [`matching`]: the n-th message of a channel is sent and received as the same value; so are operations across stages;
@@ -50,11 +50,14 @@ use crate::entity::{BucketId, BufferId, SegmentId};
 use crate::graph::Graph;
 use crate::program::Program;
 use crate::text;
+use crate::verify::graph::verify_graph;
 use crate::verify::report::Located;
 
 /// What kind of fault a violation is.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Class {
+    /// The graph itself is wrong: its types, its dropout, its divisor.
+    Graph,
     /// An id, axis, size or byte range out of bounds, or tables that contradict each other.
     Structure,
     /// An instruction whose operands and results do not fit together.
@@ -80,6 +83,7 @@ pub enum Class {
 impl Class {
     pub fn name(self) -> &'static str {
         match self {
+            Class::Graph => "graph",
             Class::Structure => "structure",
             Class::Type => "type",
             Class::Mismatch => "mismatch",
@@ -180,6 +184,12 @@ pub struct Facts {
 /// All violations found. Faults of structure or type stop the passes that build on them.
 pub fn verify_program(graph: &Graph, program: &Program) -> Result<Facts, Vec<Violation>> {
     let mut report = Report::default();
+    for error in verify_graph(graph) {
+        report.push(Class::Graph, Place::default(), error.to_string());
+    }
+    if !report.is_clean() {
+        return Err(report.violations);
+    }
     structure::check(graph, program, &mut report);
     let mut facts = Facts { programs: program.stages.len() as u64, ..Facts::default() };
     if report.is_clean() {

@@ -465,7 +465,7 @@ impl Program<'_> {
         if sum(&|c| c.bytes, u64::min) > self.free || sum(&joint, u64::min) >= self.joint || sum(&|c| c.time, u64::min) >= below {
             return Ok(None);
         }
-        let (mut free, mut repairs, mut turn) = (self.free, 0, FIRST_TURN);
+        let (mut free, mut limit, mut repairs, mut turn) = (self.free, self.limit, 0, FIRST_TURN);
         while repairs < MOST_REPAIRS {
             let mut variables = ProblemVariables::new();
             let counts: Vec<Vec<Variable>> = self
@@ -477,19 +477,14 @@ impl Program<'_> {
             let all = || counts.iter().zip(self.columns).flat_map(|(n, c)| n.iter().copied().zip(c));
             // Solvers work best with numbers near one.
             let total = |of: &dyn Fn(&Column) -> u64, most: u64| -> Expression { all().map(|(n, c)| of(c) as f64 / most.max(1) as f64 * n).sum() };
-            let slowest = sum(&|c| c.time, u64::max);
-            let mut model = variables.minimise(total(&|c| c.time, slowest)).using(default_solver).with_time_limit(turn);
+            let mut model = variables.minimise(total(&|c| c.time, sum(&|c| c.time, u64::max))).using(default_solver).with_time_limit(turn);
             for (member, counts) in self.members.iter().zip(&counts) {
                 let chosen: Expression = counts.iter().sum();
                 model = model.with(constraint!(chosen == member.3 as f64));
             }
             // Rows that nothing could break are left out.
-            let rows: [(&dyn Fn(&Column) -> u64, u64, u64); 4] = [
-                (&|c| c.bytes, free, self.free),
-                (&|c| c.end, self.limit, self.limit),
-                (&joint, self.joint, self.joint),
-                (&|c| c.time, below, below),
-            ];
+            let rows: [(&dyn Fn(&Column) -> u64, u64, u64); 4] =
+                [(&|c| c.bytes, free, self.free), (&|c| c.end, limit, limit), (&joint, self.joint, self.joint), (&|c| c.time, below, below)];
             for (of, most, unit) in rows {
                 if sum(of, u64::max) > most {
                     model = model.with(constraint!(total(of, unit) <= most as f64 / unit.max(1) as f64));
@@ -519,8 +514,13 @@ impl Program<'_> {
                 }
             }
             if bytes <= self.free {
-                let kept = run.end <= self.limit && m * run.time + run.end < self.joint && run.time < below;
-                return Ok(kept.then_some(run));
+                if run.time >= below || run.end <= self.limit && m * run.time + run.end < self.joint {
+                    return Ok((run.time < below).then_some(run));
+                }
+                // Nothing is quicker, so whatever is below `joint` ends sooner.
+                let Some(sooner) = run.end.min(limit).checked_sub(1) else { return Ok(None) };
+                limit = sooner;
+                continue;
             }
             free = free.saturating_sub(bytes - self.free);
             repairs += 1;

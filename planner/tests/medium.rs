@@ -1,4 +1,4 @@
-//! The search against integer programs on instances of real size. A few here; `cargo bench -p dplan-planner --bench integer` compares 120.
+//! The search against integer programs on instances of real size. A few here; `cargo bench -p dplan-planner --bench integer` compares 160.
 
 mod drawn;
 
@@ -8,7 +8,8 @@ use drawn::{Instance, medium};
 #[test]
 fn the_search_and_integer_programs_agree_on_large_instances() {
     let (mut solved, mut shared) = (0, (false, false));
-    for seed in [2, 5, 29, 43, 55, 115] {
+    // In 134 some plan ties with an incumbent, and a slower one is better.
+    for seed in [2, 5, 29, 43, 55, 115, 134] {
         let Instance { mut prices, problem } = medium(seed);
         let exact = search::explore(&problem, &mut prices, &|| false);
         let integer = integer::explore(&problem, &mut prices, &|| false).unwrap();

@@ -76,7 +76,7 @@ fn products_meet_the_reference() {
 }
 
 /// What orders the asynchronous parts of the text, and what damage makes of it.
-const DAMAGES: [(&str, &str); 13] = [
+const DAMAGES: [(&str, &str); 14] = [
     ("__syncthreads();", ""),
     ("dp_mbar_publish();", ""),
     ("dp_mbar_wait(empty, stage, use ^ 1);", ""),
@@ -86,6 +86,7 @@ const DAMAGES: [(&str, &str); 13] = [
     ("dp_mbar_expect(full, stage, (A_TILE + B_TILE) * 2);", ""),
     ("dp_mbar_expect(full, stage, (A_TILE + B_TILE) * 2);", "dp_mbar_expect(full, stage, B_TILE * 2);"),
     ("if (step > 0 && lane == 0) dp_mbar_arrive(empty, before);", ""),
+    ("if (steps > 0 && lane == 0) dp_mbar_arrive(empty, before);", ""),
     ("dp_wgmma_fence();", ""),
     ("dp_wgmma_commit();", ""),
     ("dp_wgmma_wait<1>(sum);", ""),

@@ -120,8 +120,9 @@ API int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t n, void*) { r
 API int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t n, void*) { return queue([=] { std::memcpy(to, (const void*)from, n); }); }
 API int cuMemcpy2DAsync_v2(const Copy2D* c, void*) {
     if (c->fkind != 2 || c->tkind != 2 || c->fx || c->fy || c->tx || c->ty) return 1;
-    for (size_t r = 0; r < c->height; r++) std::memcpy((char*)c->to + r * c->tpitch, (const char*)c->from + r * c->fpitch, c->width);
-    return 0;
+    return queue([c = *c] {
+        for (size_t r = 0; r < c.height; r++) std::memcpy((char*)c.to + r * c.tpitch, (const char*)c.from + r * c.fpitch, c.width);
+    });
 }
 API int cuMemsetD8Async(uint64_t p, unsigned char v, size_t n, void*) { return queue([=] { std::memset((void*)p, v, n); }); }
 API int cuStreamBeginCapture_v2(void* s, int mode) {

@@ -92,7 +92,7 @@ pub struct World {
     random: u64,
     launched: u64,
     /// Calls made so far, by all ranks, that may fail.
-    pub calls: u64,
+    pub calls: Vec<&'static str>,
     /// The call that fails.
     pub fails: Option<u64>,
     /// Calls other than giving back that a rank made after one failed.
@@ -119,6 +119,11 @@ impl Device {
         let held = self.communicators.len();
         self.communicators.retain(|&c| c != communicator.0 as usize);
         assert_eq!(self.communicators.len() + 1, held, "ended twice");
+        // NCCL would wait for them.
+        assert!(
+            self.graphs.iter().flatten().next().is_none() && self.capture.is_none(),
+            "a communicator ends before the graphs that may hold its calls"
+        );
     }
 }
 
@@ -181,7 +186,7 @@ impl World {
             groups: Vec::new(),
             random: seed,
             launched: 0,
-            calls: 0,
+            calls: Vec::new(),
             fails: None,
             after_failure: Vec::new(),
         };
@@ -202,6 +207,7 @@ impl World {
                 ("kernels", d.kernels.iter().flatten().count()),
                 ("communicators", d.communicators.len()),
                 ("graphs", d.graphs.iter().flatten().count()),
+                ("open captures", usize::from(d.capture.is_some())),
             ];
             leaks.extend(left.iter().filter(|(_, n)| *n > 0).map(|(what, n)| format!("rank {rank}: {n} {what}")));
         }
@@ -328,8 +334,8 @@ impl Recorder {
             world.after_failure.push((self.rank, call.clone()));
         }
         device.log.push(call);
-        let number = world.calls;
-        world.calls += 1;
+        let number = world.calls.len() as u64;
+        world.calls.push(name);
         if world.fails == Some(number) {
             device.failed = true;
             return Err(DriverError { call: name, why: format!("call {number} was told to fail") });
@@ -555,8 +561,13 @@ impl Driver for Recorder {
         Ok(())
     }
     fn end_capture(&mut self, stream: Queue) -> Result<Captured, DriverError> {
+        let (failed, capture) = self.device(|d| (d.failed, d.capture.take()));
+        let capture = capture.expect("a capture");
+        if failed {
+            // Ending it gives it back.
+            return Err(DriverError { call: "cuStreamEndCapture", why: "a captured call failed".into() });
+        }
         self.call(Call::EndCapture, "cuStreamEndCapture")?;
-        let capture = self.device(|d| d.capture.take()).expect("a capture");
         assert_eq!(capture.origin, stream.0 as usize, "a capture ends where it began");
         let work = capture.end();
         Ok(Captured(self.device(|d| {

@@ -31,7 +31,7 @@ impl Arch {
             _ => None,
         }
     }
-    /// Of the largest GPU that has it: A100, H100, B200.
+    /// Of A100, H100, B200.
     pub fn multiprocessors(self) -> u64 {
         match self {
             Arch::Sm80 => 108,

@@ -45,7 +45,7 @@ struct Row {
     uint32_t reading[WARPS], read[WARPS];  // products under way, and when the last was waited for
 };
 
-// A tensor: `dims` elements of two bytes, neighbours along the first; `pitches` in bytes of the others. As in `kernels/src/cuda/mod.rs`.
+// A tensor: `dims` elements of two bytes, neighbours along the first; `pitches` in bytes of the others. As in `kernels/src/cuda/tensor.rs`.
 struct TensorMap {
     Memory* memory;
     uint64_t at;

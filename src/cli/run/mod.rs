@@ -40,7 +40,7 @@ pub struct Args {
     /// `cpu`: every rank is a thread. `cuda`: this process is one rank on one GPU, one of as many as torchrun, srun or mpirun start.
     #[arg(long, default_value = "cpu")]
     device: cuda::Device,
-    /// How GPUs are given a step, from the second on: as one captured graph, or call by call.
+    /// With `--device cuda`, how the GPU is given a step, from the second on: as one captured graph, or call by call.
     #[arg(long, default_value = "graph", value_name = "HOW")]
     launch: cuda::LaunchBy,
     /// Text (bytes are tokens), `.bin` of u16 or u32 tokens, Megatron `.bin` with its `.idx`, or JSON with `tokens[step][row][col]`; if absent, random tokens.

@@ -142,6 +142,7 @@ pub trait Driver {
     fn receive(&mut self, communicator: Communicator, peer: u64, to: Address, bytes: u64, stream: Queue) -> Result<(), DriverError>;
 
     fn begin_capture(&mut self, stream: Queue) -> Result<(), DriverError>;
+    /// Ends it also where it fails.
     fn end_capture(&mut self, stream: Queue) -> Result<Captured, DriverError>;
     /// Queues what was captured, with the addresses and numbers that it had then.
     fn replay(&mut self, graph: Captured, stream: Queue) -> Result<(), DriverError>;

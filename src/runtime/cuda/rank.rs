@@ -195,9 +195,12 @@ impl<D: Driver> Rank<D> {
             }
             Calling::Capture => {
                 driver.begin_capture(compute)?;
-                queue(driver, held, code, program)?;
-                let graph = driver.end_capture(compute)?;
-                self.taken.push(Taken::Graph(graph));
+                let queued = queue(driver, held, code, program);
+                // Whatever became of the calls: an open capture holds what it has captured.
+                let ended = driver.end_capture(compute);
+                self.taken.extend(ended.as_ref().ok().map(|graph| Taken::Graph(*graph)));
+                queued?;
+                let graph = ended?;
                 driver.replay(graph, compute)?;
                 Calling::Replay(graph)
             }
@@ -243,15 +246,21 @@ impl<D: Driver> Rank<D> {
         result.map_err(|source| RuntimeError::Device { rank, source })
     }
 
-    /// Gives everything back, last first. Communicators of a rank that failed are aborted before anything else: their peers may be inside.
+    /// Gives everything back, last first. Communicators of a rank that failed are aborted before anything else but graphs: their peers may be inside, and NCCL ends no
+    /// communicator before the graphs that captured its calls.
     fn release(&mut self) {
         if self.failed {
+            for taken in &self.taken {
+                if let Taken::Graph(g) = taken {
+                    let _ = self.driver.discard(*g);
+                }
+            }
             for taken in &self.taken {
                 if let Taken::Communicator(c) = taken {
                     let _ = self.driver.abort(*c);
                 }
             }
-            self.taken.retain(|t| !matches!(t, Taken::Communicator(_)));
+            self.taken.retain(|t| !matches!(t, Taken::Communicator(_) | Taken::Graph(_)));
         }
         for taken in self.taken.drain(..).rev() {
             // There is nobody left to tell of an error; the process's end gives back the rest.

@@ -443,10 +443,14 @@ impl Driver for Gpu {
         unsafe {
             self.ask("cuStreamEndCapture", (self.cuda.capture_end)(self.stream(stream), &raw mut graph))?;
             let made = self.ask("cuGraphInstantiateWithFlags", (self.cuda.graph_instantiate)(&raw mut executable, graph, 0));
-            self.ask("cuGraphDestroy", (self.cuda.graph_destroy)(graph))?;
+            let gone = self.ask("cuGraphDestroy", (self.cuda.graph_destroy)(graph));
             made?;
+            let captured = Captured(executable as u64);
+            if gone.is_err() {
+                self.discard(captured)?;
+            }
+            gone.map(|()| captured)
         }
-        Ok(Captured(executable as u64))
     }
     fn replay(&mut self, graph: Captured, stream: Queue) -> Result<(), DriverError> {
         // SAFETY: live handles.

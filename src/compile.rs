@@ -43,7 +43,7 @@ pub struct Options<'a> {
 }
 
 impl Options<'_> {
-    /// The question that a plan answered, without its pins and limits, on another machine.
+    /// The question that a plan answered, without its pins and limits, on another cluster.
     pub fn again(file: &PlanFile, cluster: impl Into<Cluster>) -> Options<'static> {
         let Plan { compute, optimizer, clip, .. } = file.plan;
         Options {

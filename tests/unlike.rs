@@ -119,9 +119,12 @@ fn a_better_group_is_never_slower() {
             gained += usize::from(after < before);
         }
         assert!(gained >= 3, "{gained} of 8 changes count for anything under {pins}");
-        let quick = Link { latency: Nanos(1_000), bandwidth: PerSecond::giga(400) };
-        let after = plan_on(&graph, &Cluster::new(base.groups().to_vec(), Some(quick)).unwrap(), 128, pins).1.step;
-        assert!(after <= before, "between groups under {pins}: {after} after {before}");
+        let linked = |bandwidth| {
+            let between = Link { latency: Nanos(10_000), bandwidth: PerSecond(bandwidth) };
+            plan_on(&graph, &Cluster::new(base.groups().to_vec(), Some(between)).unwrap(), 128, pins).1.step
+        };
+        let (slow, quick) = (linked(100_000_000), linked(10_000_000_000));
+        assert!(quick < slow, "between groups under {pins}: {quick} after {slow}");
     }
 }
 
@@ -168,7 +171,7 @@ fn the_command_line_names_the_devices_of_stages() {
     assert!(refused.status.code() == Some(2) && says.contains("`choices.placement`: [0, 0]: expected each of the cluster's 2 groups once"), "{says}");
 }
 
-/// What does not fit says of which devices; how many more of unlike devices would do, nobody can say.
+/// What does not fit says by how much; how many more of unlike devices would do, nobody can say.
 #[test]
 fn a_shortage_is_of_the_devices_of_a_stage() {
     let dir = common::scratch("unlike-shortage");

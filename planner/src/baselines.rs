@@ -74,7 +74,7 @@ pub fn baselines(problem: &Problem, prices: &mut dyn Prices, per_node: u64, late
 fn served(problem: &Problem, prices: &dyn Prices, found: &Found, servers: u64) -> u64 {
     let (tuple, site) = (&found.menus.tuple, found.menus.sites[0].0);
     let mesh = tuple.mesh();
-    // Of workers of its own and of the next nodes.
+    // Plain data parallelism is one stage, so there is one site; what a server sends goes to ranks behind those of a stage.
     let (here, there) = (Seat { site, first: 0 }, Seat { site, first: mesh.ranks() });
     let terms = Terms { links: prices, site, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 1 };
     let mut step = found.solution.objective;

@@ -517,7 +517,7 @@ impl Program<'_> {
                 if run.time >= below || run.end <= self.limit && m * run.time + run.end < self.joint {
                     return Ok((run.time < below).then_some(run));
                 }
-                // Nothing is quicker, so whatever is below `joint` ends sooner.
+                // Nothing is quicker, so whatever is below `joint` ends sooner. (Where the solver let the end pass its limit by rounding, the limit comes in by one.)
                 let Some(sooner) = run.end.min(limit).checked_sub(1) else { return Ok(None) };
                 limit = sooner;
                 continue;

@@ -1,6 +1,6 @@
 //! Prices of a graph on a cluster.
 //!
-//! Each class is priced once for a shape, some milliseconds each, so bounds come first, from sketches of few other shapes:
+//! Each class is priced once for a shape, some milliseconds each, so bounds come first, from sketches, of few other shapes and then of its own:
 //! - the *floor*: splitting an op over `n = cp · tp` ranks saves at most the factor `n` of time and bytes, since rates do not rise and replicated operands do not shrink
 //!   when blocks get smaller ([`crate::cost::compute`]): an option takes at least what one on a single rank does, over `n`.
 //!   The same holds for `cp` alone;

@@ -222,7 +222,7 @@ mod tests {
         assert_eq!(count(&[4, 2, 2], 4), 4);
     }
 
-    /// Three quick stages and one that takes four times as long: with 100 repeats the best fractional sharing out is almost that of the rates, 13 : 4 · 3 … of the layers.
+    /// Three quick stages and one that takes four times as long: with 100 repeats the best fractional sharing out is almost that of the rates.
     #[test]
     fn balanced_weights_bound_unlike_devices_far_better_than_equal_ones() {
         let (stages, passes) = ([3, 1], [(10_000, 990_000), (40_000, 3_960_000)]);

@@ -71,7 +71,7 @@ pub fn scenario(text: &str) -> Result<Scenario, String> {
 }
 
 impl Scenario {
-    /// The question with the machine changed.
+    /// The question with the cluster changed.
     fn apply<'a>(&self, options: &Options<'a>) -> Options<'a> {
         let mut options = options.clone();
         options.cluster = options.cluster.map(|machine| self.machine(machine), |link| self.between(link));

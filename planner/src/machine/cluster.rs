@@ -7,6 +7,9 @@
 //! rates, memory beside the context      the least            latencies, launches, grains      the greatest
 //! ranks sure to share a node            gcd of per_node      between nodes                    the least of all links there, those between groups included
 //! ```
+//! Costs of a stage take its first rank for the first of a node, in blocks of `per_node` that divide its ranks. Of three groups or more one may be between others, and
+//! then that is so only of blocks that divide the devices of the groups beside a site, too: its machine has such nodes.
+//!
 //! Groups that are equal, with links between them as within, make the machine that they would be as one group. With one group nothing is made up.
 
 use super::curves::{Curve, Curves};
@@ -21,7 +24,7 @@ use std::sync::Arc;
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Cluster {
     groups: Vec<Machine>,
-    /// Between devices of different groups; of one group what is between its nodes.
+    /// Between devices of different groups, which each group's own links to others may narrow; of one group what is between its nodes.
     between: Link,
     sizes: Groups,
     /// By [`Site::index`].
@@ -50,7 +53,12 @@ impl Cluster {
         let between = between.or(slowest).unwrap_or(groups[0].inter);
         let site = |site: Site| {
             let members: Vec<&Machine> = site.groups().map(|g| &groups[g]).collect();
-            if site.is_pure() { members[0].clone() } else { least(&members, between) }
+            let machine = if site.is_pure() { members[0].clone() } else { least(&members, between) };
+            let others = (0..groups.len()).filter(|&g| site.groups().all(|here| here != g)).map(|g| groups[g].devices());
+            match groups.len() {
+                3.. if machine.nodes > 1 => in_nodes(&machine, others.fold(machine.per_node, greatest_common_divisor)),
+                _ => machine,
+            }
         };
         let sites = Site::all(groups.len()).map(site).collect();
         let sizes = Groups::new(groups.iter().map(Machine::devices).collect());
@@ -129,6 +137,11 @@ fn least(members: &[&Machine], between: Link) -> Machine {
     }
 }
 
+/// The same devices, of which fewer are sure to share a node.
+fn in_nodes(machine: &Machine, per_node: u64) -> Machine {
+    Machine { per_node, nodes: machine.devices() / per_node, ..machine.clone() }
+}
+
 fn least_link(a: Link, b: Link) -> Link {
     Link { latency: a.latency.max(b.latency), bandwidth: a.bandwidth.min(b.bandwidth) }
 }
@@ -179,9 +192,10 @@ fn least_curves(members: &[&Machine]) -> Arc<Curves> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cost::comm::{Group, group_time};
+    use crate::cost::comm::{Group, collective_time, group_time};
     use crate::cost::compute::op_time;
     use dplan_ir::cost::{OpCost, Unit};
+    use dplan_ir::mesh::{Degrees, Mesh};
     use dplan_ir::program::Pattern;
 
     #[test]
@@ -213,6 +227,21 @@ mod tests {
                 assert!(whole.device.memory.0 - whole.device.context.0 <= group.device.memory.0 - group.device.context.0);
             }
         }
+    }
+
+    /// Stages of eight, with four devices before the nodes of eight: the second stage is on halves of two of these.
+    #[test]
+    fn a_stage_in_the_middle_may_cross_nodes() {
+        let (middle, ranks) = (Site::of_group(1), 8);
+        let cluster = Cluster::parse("h100:4x1+h100:8x2+h100:4x1").unwrap();
+        assert_eq!(cluster.sizes().seat(Placement::default(), ranks, 1), Seat { site: middle, first: 4 });
+        let mesh = Mesh::of(Degrees { dp: ranks, ..Degrees::ONE });
+        let over = |machine: &Machine| collective_time(machine, &mesh, mesh.all(), Pattern::AllReduce, 1 << 28);
+        let (inside, across) = (over(&Machine::parse("h100:8x2").unwrap()), over(&Machine::parse("h100:4x4").unwrap()));
+        assert!(inside < across && over(cluster.site(middle)) == across);
+        // Where the others are whole nodes, it is as it is alone.
+        let whole = Cluster::parse("h100:8x1+h100:8x2+a100-80g:8x1").unwrap();
+        assert_eq!(*whole.site(middle), whole.groups()[1]);
     }
 
     #[test]

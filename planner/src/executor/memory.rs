@@ -4,8 +4,10 @@
 //! allocated = bytes a parameter · parameters + in flight · layers · kept + one layer's working set + logits
 //! ```
 //! Kept activations: arXiv:2205.05198 §4 for unfused attention; with flash attention and a gated MLP, the inputs of every product, of both norms, of
-//! attention and of the activation, 16 bits each.
+//! attention and of the activation, 16 bits each. Nanotron also keeps attention's output in the order its product reads, the activation's output beside the
+//! gate, and, split over the sequence, the gathered inputs of products (`models/llama.py`, `tensor_parallel/functional.py`).
 
+use super::stages::Stages;
 use super::{Activations, Decoder, Embeddings, Executor, Layout, Memory, Precision, Recompute};
 use crate::units::Bytes;
 
@@ -28,7 +30,8 @@ fn of_stage(model: &Decoder, layout: &Layout, executor: Executor, stage: u64) ->
     let (first, last) = (stage == 0, stage + 1 == layout.pp);
     let deepspeed = executor == Executor::DeepSpeed;
 
-    let (_, layers) = layout.layers_of_stages(model.layers);
+    let stages = Stages::of(model, layout, executor);
+    let layers = if last { stages.last } else { stages.first };
     let embedding = (model.vocab * model.hidden) as f64 / t;
     let own_head = last && (model.embeddings == Embeddings::Apart || layout.pp > 1);
     let parameters = model.layer_parameters() as f64 * layers / t + f64::from(u8::from(first) + u8::from(own_head)) * embedding;
@@ -44,10 +47,12 @@ fn of_stage(model: &Decoder, layout: &Layout, executor: Executor, stage: u64) ->
     let hidden = model.hidden as f64;
     let input = 2.0 * tokens * hidden / sharded;
     let scores = 5.0 * (model.heads * model.sequence) as f64 * tokens / t;
-    let whole = if executor.flash() {
-        let (query, key_value) = ((model.heads * model.head_dim) as f64, (model.kv_heads * model.head_dim) as f64);
-        let mlp = (model.ffn_in() + model.ffn) as f64;
-        tokens * (8.0 * hidden / sharded + (4.0 * query + 4.0 * key_value + 2.0 * mlp) / t)
+    let (query, key_value) = ((model.heads * model.head_dim) as f64, (model.kv_heads * model.head_dim) as f64);
+    let (wide, narrow) = (model.ffn_in() as f64, model.ffn as f64);
+    let whole = if executor == Executor::Nanotron {
+        tokens * (4.0 * hidden / sharded + 4.0 * hidden + (6.0 * query + 4.0 * key_value + 2.0 * wide + 4.0 * narrow) / t)
+    } else if executor.flash() {
+        tokens * (8.0 * hidden / sharded + (4.0 * query + 4.0 * key_value + 2.0 * (wide + narrow)) / t)
     } else {
         tokens * (10.0 * hidden / sharded + 24.0 * hidden / t) + scores
     };

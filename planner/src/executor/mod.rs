@@ -7,6 +7,7 @@
 
 mod memory;
 mod price;
+mod stages;
 
 pub use dplan_ir::plan::Recompute;
 pub use memory::memory;
@@ -47,8 +48,12 @@ pub enum Embeddings {
 impl Decoder {
     /// Weights of one layer.
     pub fn layer_parameters(&self) -> u64 {
+        self.layer_products() + 2 * self.hidden
+    }
+    /// Those of its products.
+    fn layer_products(&self) -> u64 {
         let (query, key_value) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
-        self.hidden * (2 * query + 2 * key_value) + self.mlp_matrices() * self.hidden * self.ffn + 2 * self.hidden
+        self.hidden * (2 * query + 2 * key_value) + self.mlp_matrices() * self.hidden * self.ffn
     }
     fn mlp_matrices(&self) -> u64 {
         match self.mlp {
@@ -79,19 +84,6 @@ pub struct Layout {
     pub recompute: Recompute,
     pub activations: Activations,
     pub precision: Precision,
-}
-
-impl Layout {
-    /// Layers of a middle stage, and of one at an end. DeepSpeed counts embedding and head as layers where that divides.
-    fn layers_of_stages(&self, layers: u64) -> (f64, f64) {
-        let pp = self.pp;
-        if pp > 1 && !layers.is_multiple_of(pp) && (layers + 2).is_multiple_of(pp) {
-            let each = (layers + 2) / pp;
-            return (each as f64, (each - 1) as f64);
-        }
-        let each = layers as f64 / pp as f64;
-        (each, each)
-    }
 }
 
 /// Between the parallel parts of a layer.
@@ -197,8 +189,8 @@ pub enum Constant {
     DeepSpeedAccumulation,
     /// Rate of products in eight bits over sixteen, scaling included.
     EightBitGain,
-    /// Bytes moved for each logit by a vocabulary-parallel loss of eager 32-bit kernels (Nanotron).
-    EagerLogits,
+    /// Time that devices wait for the host at a transfer between stages whose shape it reads first (Nanotron), seconds.
+    HostHop,
     /// What Omni-Path without direct access to device memory reaches of a network that has it, at the same line rate.
     OmniPath,
     /// Least time of the host for the forward pass of a layer, seconds; 1.6 times as much backward.
@@ -216,7 +208,7 @@ impl Constant {
         (Constant::ElementwiseFused, "elementwise_fused"),
         (Constant::DeepSpeedAccumulation, "deepspeed_accumulation_bytes"),
         (Constant::EightBitGain, "eight_bit_gain"),
-        (Constant::EagerLogits, "eager_logits_bytes"),
+        (Constant::HostHop, "host_hop_seconds"),
         (Constant::OmniPath, "omni_path"),
         (Constant::HostLayer, "host_layer_seconds"),
     ];
@@ -224,7 +216,7 @@ impl Constant {
 
 impl Constants {
     /// As fitted by `dplan replay --refit` to the published runs.
-    pub const FITTED: Constants = Constants([0.946, 0.798, 0.894, 0.68, 0.711, 2.98, 1.248, 44.3, 1.953, 194.0, 0.3, 0.00203]);
+    pub const FITTED: Constants = Constants([0.946, 0.798, 0.894, 0.68, 0.711, 2.98, 1.248, 44.3, 1.953, 0.012, 0.3, 0.00203]);
 
     pub fn get(&self, constant: Constant) -> f64 {
         self.0[constant as usize]

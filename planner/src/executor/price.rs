@@ -6,6 +6,7 @@
 //! step   = m · slowest stage + (others once)/virtual + transfers + synchronisation − what overlaps + optimizer
 //! ```
 
+use super::stages::Stages;
 use super::{Activations, Constant, Constants, Decoder, Executor, Generation, Layout, Precision, Recompute, Step};
 use crate::cost::comm::{Group, group_time, message_seconds};
 use crate::machine::{DeviceSpec, Machine};
@@ -20,22 +21,26 @@ const OPTIMIZER_BYTES: f64 = 32.0;
 /// Bytes moved for each logit by a loss whose kernels are fused: 16-bit logits, a 32-bit copy, its gradient, and that in 16 bits.
 const FUSED_LOGITS: f64 = 20.0;
 
+/// By Nanotron's (`sharded_cross_entropy`): a 32-bit copy, its maximum, differences, exponentials, their sum and quotients, each a kernel; backward one product
+/// and the cast back.
+const EAGER_LOGITS: f64 = 54.0;
+
 /// Time of one step, by its parts.
 pub fn price(model: &Decoder, layout: &Layout, executor: Executor, machine: &Machine, constants: &Constants) -> Step {
     let pass = Pass { model, layout, executor, machine, device: &machine.device, constants };
     let (forward, backward) = pass.layer();
     let both = forward.total() + backward.total();
     let head = pass.head();
-    let (m, p) = (layout.micro_batches as f64, layout.pp as f64);
-    let (layers, last_layers) = layout.layers_of_stages(model.layers);
+    let m = layout.micro_batches as f64;
+    let stages = Stages::of(model, layout, executor);
+    let layers = stages.most;
 
-    let middle = layers * both;
-    let last = last_layers * both + head;
-    let slowest = if layout.pp == 1 { last } else { middle.max(last) };
+    let last = stages.last * both + head;
+    let slowest = if layout.pp == 1 { last } else { (layers * both).max(last) };
     // The first micro-batch on its way through all stages, less the one it is counted in.
-    let filling = if layout.pp == 1 { 0.0 } else { ((p - 1.0) * middle + last - slowest).max(0.0) / layout.virtual_stages as f64 };
+    let filling = (model.layers as f64 * both + head - slowest).max(0.0) / layout.virtual_stages as f64;
 
-    let traffic = layers.max(last_layers) * (forward.traffic + backward.traffic);
+    let traffic = layers.max(stages.last) * (forward.traffic + backward.traffic);
     let synchronisation = pass.synchronisation(layers, forward.total(), backward.total());
     let transfers = pass.transfers();
     Step {
@@ -243,7 +248,7 @@ impl Pass<'_> {
     /// Logits, loss and their gradients.
     fn head(&self) -> f64 {
         let vocab = self.model.vocab as f64 / self.layout.tp as f64;
-        let bytes = if self.executor == Executor::Nanotron { self.get(Constant::EagerLogits) } else { FUSED_LOGITS };
+        let bytes = if self.executor == Executor::Nanotron { EAGER_LOGITS } else { FUSED_LOGITS };
         3.0 * self.product(1.0, self.tokens(), vocab, self.model.hidden as f64, 1.0) + self.sweep(bytes * self.tokens() * vocab)
     }
 
@@ -330,8 +335,13 @@ impl Pass<'_> {
                 let hop = if one_node { inside(part) } else { between(part / self.groups_of_node() as f64) };
                 (2.0 * m + fill) * (hop + if layout.tp > 1 { inside(whole) } else { 0.0 })
             }
-            // The same, over the network that all ranks share.
-            Executor::Megatron2021 | Executor::Nanotron => {
+            // One tensor at a time, after its shape and strides, which the host reads before it goes on: never while anything computes.
+            Executor::Nanotron => {
+                let part = whole / layout.tp as f64;
+                (2.0 * m + fill) * (self.get(Constant::HostHop) + if one_node { inside(part) } else { between(part) })
+            }
+            // The same as DeepSpeed, over the network that all ranks share.
+            Executor::Megatron2021 => {
                 let part = whole / layout.tp as f64;
                 let gathered = if layout.activations == Activations::Sharded { 0.0 } else { inside(whole) };
                 let hop = if one_node { inside(part) } else { between(part) + gathered };

@@ -62,8 +62,8 @@ pub struct Run {
 pub enum Fabric {
     /// The network reads device memory.
     Direct,
-    /// Through host memory.
-    OmniPath,
+    /// Through host memory, at 400 Gb/s a node.
+    Staged,
 }
 
 impl Run {
@@ -71,8 +71,8 @@ impl Run {
         let price = |machine: &Machine| price(&self.model, &self.layout, self.executor, machine, constants);
         match self.fabric {
             Fabric::Direct => price(&self.machine),
-            Fabric::OmniPath => {
-                let share = Millionths((constants.get(Constant::OmniPath) * 1e6) as u64);
+            Fabric::Staged => {
+                let share = Millionths((constants.get(Constant::Staged) * 1e6) as u64);
                 let inter = Link { bandwidth: share.of(self.machine.inter.bandwidth), ..self.machine.inter };
                 price(&Machine { inter, ..self.machine.clone() })
             }

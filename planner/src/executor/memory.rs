@@ -1,8 +1,10 @@
 //! Memory of the fullest rank, for the executors whose buffers are documented: Megatron and DeepSpeed, and Nanotron, which cuts as Megatron does.
 //!
 //! ```text
-//! allocated = bytes a parameter · parameters + in flight · layers · kept + one layer's working set + logits
+//! allocated = bytes a parameter · parameters + in flight · layers · kept + one layer's working set + logits + buckets
 //! ```
+//! ZeRO 1 divides master copies and moments by the ranks that see different data, 2 gradients too, 3 parameters too, of which two layers are whole at a time.
+//!
 //! Kept activations: arXiv:2205.05198 §4 for unfused attention; with flash attention and a gated MLP, the inputs of every product, of both norms, of
 //! attention and of the activation, 16 bits each. Nanotron also keeps attention's output in the order its product reads, the activation's output beside the
 //! gate, and, split over the sequence, the gathered inputs of products (`models/llama.py`, `tensor_parallel/functional.py`).
@@ -14,13 +16,16 @@ use crate::units::Bytes;
 /// Driver context and kernels (0.5 to 1.8 GiB on A100), communicators (1 to 2 GiB) and the allocator's spare blocks (median 2 to 3 GiB): the middle of each.
 const OUTSIDE: f64 = 6.0 * (1u64 << 30) as f64;
 
+/// `reduce_bucket_size` and `allgather_bucket_size`, 5·10⁸ elements of 16 bits each as DeepSpeed sets them.
+const DEEPSPEED_BUCKETS: f64 = 2.0 * 2.0 * 5e8;
+
 /// Peak of the fullest rank; nothing for the executors whose allocator decides (FSDP keeps what it once had).
 pub fn memory(model: &Decoder, layout: &Layout, executor: Executor) -> Option<Memory> {
     if !executor.megatron() {
         return None;
     }
-    let last = layout.pp - 1;
-    let allocated = [0, last].into_iter().map(|stage| of_stage(model, layout, executor, stage)).fold(0.0, f64::max);
+    // The second stage can have more layers than the first, and nearly as much under way.
+    let allocated = [0, 1.min(layout.pp - 1), layout.pp - 1].into_iter().map(|stage| of_stage(model, layout, executor, stage)).fold(0.0, f64::max);
     Some(Memory { allocated: Bytes(allocated as u64), device: Bytes((allocated + OUTSIDE) as u64) })
 }
 
@@ -31,17 +36,25 @@ fn of_stage(model: &Decoder, layout: &Layout, executor: Executor, stage: u64) ->
     let deepspeed = executor == Executor::DeepSpeed;
 
     let stages = Stages::of(model, layout, executor);
-    let layers = if last { stages.last } else { stages.first };
+    let layers = match stage {
+        _ if last => stages.last,
+        0 => stages.first,
+        _ => stages.most,
+    };
     let embedding = (model.vocab * model.hidden) as f64 / t;
     let own_head = last && (model.embeddings == Embeddings::Apart || layout.pp > 1);
     let parameters = model.layer_parameters() as f64 * layers / t + f64::from(u8::from(first) + u8::from(own_head)) * embedding;
-    let shards = if layout.zero >= 1 { (layout.dp * layout.cp) as f64 } else { 1.0 };
-    // Parameter and gradient whole, master copy and moments in pieces; DeepSpeed keeps 16-bit gradients beside the 32-bit ones it updates with.
-    let bytes = match (deepspeed, layout.precision) {
-        (true, Precision::Mixed) => 8.0 + 12.0 / shards,
-        (true, _) => 4.0 + 16.0 / shards,
-        (false, _) => 6.0 + 12.0 / shards,
+    // Parameter, gradient, and master copy with moments; DeepSpeed keeps 16-bit gradients beside the 32-bit ones it updates with.
+    let (gradient, state) = match (deepspeed, layout.precision) {
+        (true, Precision::Mixed) => (6.0, 12.0),
+        (true, _) => (2.0, 16.0),
+        (false, _) => (4.0, 12.0),
     };
+    let shards = |from: u64| if layout.zero >= from { (layout.dp * layout.cp) as f64 } else { 1.0 };
+    let bytes = 2.0 / shards(3) + gradient / shards(2) + state / shards(1);
+    let gathered = if layout.zero >= 3 { 2.0 * 2.0 * model.layer_parameters() as f64 / t } else { 0.0 };
+    // ZeRO's buckets; the optimizer with 32-bit gradients has none.
+    let buckets = if deepspeed && layout.zero >= 1 && layout.precision == Precision::Half { DEEPSPEED_BUCKETS } else { 0.0 };
 
     let sharded = if layout.activations == Activations::Sharded { t } else { 1.0 };
     let hidden = model.hidden as f64;
@@ -69,5 +82,5 @@ fn of_stage(model: &Decoder, layout: &Layout, executor: Executor, stage: u64) ->
     };
     // 16-bit logits and their 32-bit copy and gradient.
     let logits = if last { 10.0 * tokens * model.vocab as f64 / t } else { 0.0 };
-    bytes * parameters + activations + logits
+    bytes * parameters + gathered + buckets + activations + logits
 }

@@ -3,12 +3,16 @@
 
 use super::{Counter, Fabric, Measured, Row, Run};
 use csv::StringRecord;
-use dplan_planner::executor::{Activations, Decoder, Embeddings, Executor, Layout, Mlp, Precision, Recompute, line_rate};
+use dplan_planner::executor::{Activations, Decoder, Embeddings, Executor, Experts, Latent, Layout, Mlp, Precision, Recompute, line_rate};
 use dplan_planner::machine::Machine;
 use std::io::Read;
 
 /// A vocabulary that is not stated is taken as GPT-2's, padded as Megatron pads it.
 const USUAL_VOCABULARY: u64 = 50_304;
+
+/// Latent attention as all published models have it (DeepSeek-V2 and V3: `q_lora_rank`, `kv_lora_rank`, `qk_rope_head_dim`), and its heads' `v_head_dim`.
+const LATENT: Latent = Latent { query: 1536, key_value: 512, rope: 64 };
+const LATENT_HEAD: u64 = 128;
 
 /// Above what any run has of anything; and a product of three such numbers, of which prices are made, is far from overflow.
 const MOST: u64 = 1 << 20;
@@ -85,18 +89,19 @@ fn run(f: &Fields<'_>) -> Result<Run, String> {
         ("ok" | "OOM", workload) => return Err(format!("a {workload}, not a training step")),
         (status, _) => return Err(format!("marked `{status}` in the table")),
     }
-    if f.whole("n_experts").is_some() {
-        return Err("routed experts are not priced for other executors".into());
-    }
     let (hidden, heads) = (f.need("hidden")?, f.need("heads")?);
+    let experts = experts(f)?;
+    let latent = f.text("arch").contains("mla").then_some(LATENT);
     let model = Decoder {
         layers: f.need("layers")?,
         hidden,
         heads,
         kv_heads: f.whole("kv_heads").unwrap_or(heads),
-        head_dim: f.whole("head_dim").unwrap_or(hidden / heads).max(1),
-        ffn: f.need("ffn")?,
+        head_dim: if latent.is_some() { LATENT_HEAD } else { f.whole("head_dim").unwrap_or(hidden / heads).max(1) },
+        latent,
+        ffn: if experts.is_some_and(|e| e.dense_layers == 0) { f.whole("ffn").unwrap_or(1) } else { f.need("ffn")? },
         mlp: if f.text("gated_mlp") == "true" { Mlp::Gated } else { Mlp::Plain },
+        experts,
         vocab: f.whole("vocab").unwrap_or(USUAL_VOCABULARY),
         embeddings: if f.text("tied_embeddings") == "true" { Embeddings::Tied } else { Embeddings::Apart },
         sequence: f.need("seq_len")?,
@@ -106,6 +111,15 @@ fn run(f: &Fields<'_>) -> Result<Run, String> {
     let dp = f.whole("dp").unwrap_or(ranks / (tp * pp * cp)).max(1);
     if [dp, tp, pp].iter().try_fold(cp, |n, x| n.checked_mul(*x)) != Some(ranks) {
         return Err(format!("dp {dp} · tp {tp} · pp {pp} · cp {cp} is not {ranks} devices"));
+    }
+    let (ep, etp) = (f.whole("ep").unwrap_or(1), f.whole("etp").unwrap_or(1));
+    if experts.is_some() {
+        if matches!(executor, Executor::Megatron2021 | Executor::DeepSpeed) {
+            return Err(format!("routed experts are not priced for {}", executor.name()));
+        }
+        if ep.checked_mul(etp).is_none_or(|n| !(dp * tp * cp).is_multiple_of(n)) {
+            return Err(format!("ep {ep} · etp {etp} does not divide dp {dp} · tp {tp} · cp {cp}"));
+        }
     }
     let micro_batch = f.need("mbs")?;
     let micro_batches = match (f.whole("gbs"), f.whole("grad_accum")) {
@@ -120,6 +134,8 @@ fn run(f: &Fields<'_>) -> Result<Run, String> {
         tp,
         pp,
         cp,
+        ep,
+        etp,
         virtual_stages: f.whole("vpp").unwrap_or(1),
         micro_batch,
         micro_batches,
@@ -143,6 +159,12 @@ fn run(f: &Fields<'_>) -> Result<Run, String> {
         _ => !f.text("framework").contains("DeepSpeed"),
     };
     Ok(Run { model, layout, executor, machine, fabric: fabric(f), states_known: stage.is_some() || without_zero })
+}
+
+fn experts(f: &Fields<'_>) -> Result<Option<Experts>, String> {
+    let Some(count) = f.whole("n_experts") else { return Ok(None) };
+    let dense_layers = f.whole("n_dense_layers").unwrap_or(0);
+    Ok(Some(Experts { count, chosen: f.need("top_k")?, ffn: f.need("moe_ffn")?, shared: f.whole("shared_expert_ffn").unwrap_or(0), dense_layers }))
 }
 
 fn executor(f: &Fields<'_>) -> Result<Executor, String> {

@@ -9,7 +9,8 @@
 //! attention and of the activation, 16 bits each. Nanotron also keeps attention's output in the order its product reads, the activation's output beside the
 //! gate, and, split over the sequence, the gathered inputs of products (`models/llama.py`, `tensor_parallel/functional.py`).
 
-use super::stages::Stages;
+use super::decoder::Block;
+use super::stages::{Stage, stages};
 use super::{Activations, Decoder, Embeddings, Executor, Layout, Memory, Precision, Recompute};
 use crate::units::Bytes;
 
@@ -24,63 +25,115 @@ pub fn memory(model: &Decoder, layout: &Layout, executor: Executor) -> Option<Me
     if !executor.megatron() {
         return None;
     }
-    // The second stage can have more layers than the first, and nearly as much under way.
-    let allocated = [0, 1.min(layout.pp - 1), layout.pp - 1].into_iter().map(|stage| of_stage(model, layout, executor, stage)).fold(0.0, f64::max);
+    let rank = Rank { model, layout, executor };
+    let stages = stages(model, layout, executor);
+    let allocated = stages.into_iter().enumerate().map(|(at, stage)| rank.allocated(at as u64, stage)).fold(0.0, f64::max);
     Some(Memory { allocated: Bytes(allocated as u64), device: Bytes((allocated + OUTSIDE) as u64) })
 }
 
-fn of_stage(model: &Decoder, layout: &Layout, executor: Executor, stage: u64) -> f64 {
-    let t = layout.tp as f64;
-    let tokens = (model.sequence * layout.micro_batch) as f64 / layout.cp as f64;
-    let (first, last) = (stage == 0, stage + 1 == layout.pp);
-    let deepspeed = executor == Executor::DeepSpeed;
+struct Rank<'a> {
+    model: &'a Decoder,
+    layout: &'a Layout,
+    executor: Executor,
+}
 
-    let stages = Stages::of(model, layout, executor);
-    let layers = match stage {
-        _ if last => stages.last,
-        0 => stages.first,
-        _ => stages.most,
-    };
-    let embedding = (model.vocab * model.hidden) as f64 / t;
-    let own_head = last && (model.embeddings == Embeddings::Apart || layout.pp > 1);
-    let parameters = model.layer_parameters() as f64 * layers / t + f64::from(u8::from(first) + u8::from(own_head)) * embedding;
-    // Parameter, gradient, and master copy with moments; DeepSpeed keeps 16-bit gradients beside the 32-bit ones it updates with.
-    let (gradient, state) = match (deepspeed, layout.precision) {
-        (true, Precision::Mixed) => (6.0, 12.0),
-        (true, _) => (2.0, 16.0),
-        (false, _) => (4.0, 12.0),
-    };
-    let shards = |from: u64| if layout.zero >= from { (layout.dp * layout.cp) as f64 } else { 1.0 };
-    let bytes = 2.0 / shards(3) + gradient / shards(2) + state / shards(1);
-    let gathered = if layout.zero >= 3 { 2.0 * 2.0 * model.layer_parameters() as f64 / t } else { 0.0 };
-    // ZeRO's buckets; the optimizer with 32-bit gradients has none.
-    let buckets = if deepspeed && layout.zero >= 1 && layout.precision == Precision::Half { DEEPSPEED_BUCKETS } else { 0.0 };
+impl Rank<'_> {
+    fn deepspeed(&self) -> bool {
+        self.executor == Executor::DeepSpeed
+    }
 
-    let sharded = if layout.activations == Activations::Sharded { t } else { 1.0 };
-    let hidden = model.hidden as f64;
-    let input = 2.0 * tokens * hidden / sharded;
-    let scores = 5.0 * (model.heads * model.sequence) as f64 * tokens / t;
-    let (query, key_value) = ((model.heads * model.head_dim) as f64, (model.kv_heads * model.head_dim) as f64);
-    let (wide, narrow) = (model.ffn_in() as f64, model.ffn as f64);
-    let whole = if executor == Executor::Nanotron {
-        tokens * (4.0 * hidden / sharded + 4.0 * hidden + (6.0 * query + 4.0 * key_value + 2.0 * wide + 4.0 * narrow) / t)
-    } else if executor.flash() {
-        tokens * (8.0 * hidden / sharded + (4.0 * query + 4.0 * key_value + 2.0 * (wide + narrow)) / t)
-    } else {
-        tokens * (10.0 * hidden / sharded + 24.0 * hidden / t) + scores
-    };
-    let in_flight = match layout.virtual_stages {
-        1 => layout.micro_batches.min(layout.pp - stage) as f64,
-        v => (layout.micro_batches as f64).min(layout.pp as f64 + (layout.pp as f64 - 1.0) / v as f64),
-    };
-    let activations = match layout.recompute {
-        Recompute::None => in_flight * layers * whole,
-        Recompute::Selective if executor.flash() => in_flight * layers * whole,
-        Recompute::Selective => in_flight * layers * (whole - scores) + scores,
-        // Inputs of layers, DeepSpeed's buffers between stages, and one layer computed again with its gradients.
-        Recompute::Full => in_flight * (layers + f64::from(u8::from(deepspeed && layout.pp > 1)) * 2.0) * input + 1.4 * whole,
-    };
-    // 16-bit logits and their 32-bit copy and gradient.
-    let logits = if last { 10.0 * tokens * model.vocab as f64 / t } else { 0.0 };
-    bytes * parameters + gathered + buckets + activations + logits
+    /// Tokens of one micro-batch.
+    fn tokens(&self) -> f64 {
+        (self.model.sequence * self.layout.micro_batch) as f64 / self.layout.cp as f64
+    }
+
+    fn allocated(&self, at: u64, stage: Stage) -> f64 {
+        let (model, layout) = (self.model, self.layout);
+        let (t, tokens) = (layout.tp as f64, self.tokens());
+        let (first, last) = (at == 0, at + 1 == layout.pp);
+
+        let embedding = (model.vocab * model.hidden) as f64 / t;
+        let own_head = last && (model.embeddings == Embeddings::Apart || layout.pp > 1);
+        let common = stage.sum(|block| model.common_parameters(block, t)) + f64::from(u8::from(first) + u8::from(own_head)) * embedding;
+        let experts = stage.routed * model.expert_parameters() / (layout.ep * layout.etp) as f64;
+        let replicas = (layout.dp * layout.cp) as f64;
+        let states = self.states(common, replicas) + self.states(experts, (replicas * t / (layout.ep * layout.etp) as f64).max(1.0));
+        // Two layers are whole at a time.
+        let gathered = if layout.zero >= 3 { 2.0 * 2.0 * (common + experts) / stage.layers().max(2.0) } else { 0.0 };
+        // ZeRO's buckets; the optimizer with 32-bit gradients has none.
+        let buckets = if self.deepspeed() && layout.zero >= 1 && layout.precision == Precision::Half { DEEPSPEED_BUCKETS } else { 0.0 };
+
+        let in_flight = match layout.virtual_stages {
+            1 => layout.micro_batches.min(layout.pp - at) as f64,
+            v => (layout.micro_batches as f64).min(layout.pp as f64 + (layout.pp as f64 - 1.0) / v as f64),
+        };
+        let whole = stage.sum(|block| self.kept(block));
+        let largest = [(stage.dense, Block::Dense), (stage.routed, Block::Routed)];
+        let largest = largest.into_iter().filter(|of| of.0 > 0.0).map(|of| self.kept(of.1)).fold(0.0, f64::max);
+        let activations = match layout.recompute {
+            Recompute::None => in_flight * whole,
+            Recompute::Selective if self.executor.flash() => in_flight * whole,
+            Recompute::Selective => in_flight * (whole - stage.layers() * self.scores()) + self.scores(),
+            // Inputs of layers, DeepSpeed's buffers between stages, and one layer computed again with its gradients.
+            Recompute::Full => {
+                let input = 2.0 * tokens * model.hidden as f64 / self.sharded();
+                in_flight * (stage.layers() + f64::from(u8::from(self.deepspeed() && layout.pp > 1)) * 2.0) * input + 1.4 * largest
+            }
+        };
+        // 16-bit logits and their 32-bit copy and gradient.
+        let logits = if last { 10.0 * tokens * model.vocab as f64 / t } else { 0.0 };
+        states + gathered + buckets + activations + logits
+    }
+
+    /// Parameter, gradient, and master copy with moments, of parameters that `replicas` ranks have.
+    fn states(&self, parameters: f64, replicas: f64) -> f64 {
+        // DeepSpeed keeps 16-bit gradients beside the 32-bit ones it updates with.
+        let (gradient, state) = match (self.deepspeed(), self.layout.precision) {
+            (true, Precision::Mixed) => (6.0, 12.0),
+            (true, _) => (2.0, 16.0),
+            (false, _) => (4.0, 12.0),
+        };
+        let shards = |from: u64| if self.layout.zero >= from { replicas } else { 1.0 };
+        (2.0 / shards(3) + gradient / shards(2) + state / shards(1)) * parameters
+    }
+
+    fn sharded(&self) -> f64 {
+        if self.layout.activations == Activations::Sharded { self.layout.tp as f64 } else { 1.0 }
+    }
+
+    /// What unfused attention makes of queries and keys: scores, what softmax makes of them, and a mask of dropout.
+    fn scores(&self) -> f64 {
+        if self.executor.flash() { 0.0 } else { 5.0 * (self.model.heads * self.model.sequence) as f64 * self.tokens() / self.layout.tp as f64 }
+    }
+
+    /// Activations of one layer and micro-batch that the backward pass reads.
+    fn kept(&self, block: Block) -> f64 {
+        let (model, t, tokens, sharded) = (self.model, self.layout.tp as f64, self.tokens(), self.sharded());
+        let hidden = model.hidden as f64;
+        if !self.executor.flash() {
+            return tokens * (10.0 * hidden / sharded + 24.0 * hidden / t) + self.scores();
+        }
+        let query = (model.heads * model.head_dim) as f64;
+        let attention = match model.latent {
+            None => 4.0 * query + 4.0 * (model.kv_heads * model.head_dim) as f64,
+            // Queries, keys, values and output; the compressed vectors are kept twice, before and after their norms.
+            Some(latent) => 4.0 * model.query_width() + 4.0 * query + 4.0 * (latent.query + latent.key_value) as f64 * t,
+        };
+        let narrow = match (block, model.experts) {
+            (Block::Dense, _) | (Block::Routed, None) => model.ffn as f64,
+            (Block::Routed, Some(experts)) => experts.shared as f64,
+        };
+        let eager = self.executor == Executor::Nanotron;
+        let norms = if eager { 4.0 * hidden / sharded + 4.0 * hidden } else { 8.0 * hidden / sharded };
+        let unfused = if eager { 2.0 * query + 2.0 * narrow } else { 0.0 };
+        let routed = match (block, model.experts) {
+            (Block::Dense, _) | (Block::Routed, None) => 0.0,
+            // Rows as experts take them and give them back, and what is between.
+            (Block::Routed, Some(experts)) => {
+                let ffn = experts.ffn as f64 / self.layout.etp as f64;
+                experts.chosen as f64 * (4.0 * hidden + 2.0 * (model.wide(ffn) + ffn)) * self.layout.etp as f64 / t
+            }
+        };
+        tokens * (norms + (attention + 2.0 * (model.wide(narrow) + narrow) + unfused) / t + routed)
+    }
 }

@@ -1,71 +1,22 @@
 //! Executors: what another framework makes of a layout, so that runs other people published can be priced.
 //!
-//! The model: a decoder of equal layers, cut as a [`Layout`] says, run by an [`Executor`] on a [`Machine`](crate::machine::Machine). Matrix products and
+//! The model: a decoder whose layers are alike but for routed experts, cut as a [`Layout`] says, run by an [`Executor`] on a [`Machine`](crate::machine::Machine). Matrix products and
 //! collectives take what the machine description says, as everywhere in the planner; the executor says which kernels there are, what overlaps, and which
 //! buffers exist for how long. What no table of hardware says is in [`Constants`]: a dozen named numbers for all executors together, fitted to published
 //! runs, each with its meaning. Nothing here is used to choose plans of dplan's own runtime.
 
+mod decoder;
 mod memory;
 mod price;
 mod stages;
 
+pub use decoder::{Decoder, Embeddings, Experts, Latent, Mlp};
 pub use dplan_ir::plan::Recompute;
 pub use memory::memory;
 pub use price::price;
 
 use crate::machine::fitted;
 use crate::units::Bytes;
-
-/// A decoder-only transformer of equal layers.
-#[derive(Clone, Copy, PartialEq, Debug)]
-pub struct Decoder {
-    pub layers: u64,
-    pub hidden: u64,
-    pub heads: u64,
-    pub kv_heads: u64,
-    pub head_dim: u64,
-    pub ffn: u64,
-    pub mlp: Mlp,
-    pub vocab: u64,
-    pub embeddings: Embeddings,
-    pub sequence: u64,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Mlp {
-    /// Up, activation, down.
-    Plain,
-    /// Gate and up, product, down.
-    Gated,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Embeddings {
-    Tied,
-    Apart,
-}
-
-impl Decoder {
-    /// Weights of one layer.
-    pub fn layer_parameters(&self) -> u64 {
-        self.layer_products() + 2 * self.hidden
-    }
-    /// Those of its products.
-    fn layer_products(&self) -> u64 {
-        let (query, key_value) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
-        self.hidden * (2 * query + 2 * key_value) + self.mlp_matrices() * self.hidden * self.ffn
-    }
-    fn mlp_matrices(&self) -> u64 {
-        match self.mlp {
-            Mlp::Plain => 2,
-            Mlp::Gated => 3,
-        }
-    }
-    /// Width of what the first product of the MLP makes.
-    fn ffn_in(&self) -> u64 {
-        (self.mlp_matrices() - 1) * self.ffn
-    }
-}
 
 /// How a run is cut.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -74,6 +25,10 @@ pub struct Layout {
     pub tp: u64,
     pub pp: u64,
     pub cp: u64,
+    /// Ranks, of those that see different data, that divide the experts.
+    pub ep: u64,
+    /// Ranks that divide each expert.
+    pub etp: u64,
     /// Chunks of layers of a stage.
     pub virtual_stages: u64,
     /// Sequences.

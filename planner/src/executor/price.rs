@@ -6,9 +6,11 @@
 //! step   = m · slowest stage + (others once)/virtual + transfers + synchronisation − what overlaps + optimizer
 //! ```
 
-use super::stages::Stages;
-use super::{Activations, Constant, Constants, Decoder, Executor, Generation, Layout, Precision, Recompute, Step};
+use super::decoder::{Block, Product};
+use super::stages::{Stage, stages};
+use super::{Activations, Constant, Constants, Decoder, Executor, Experts, Generation, Layout, Precision, Recompute, Step};
 use crate::cost::comm::{Group, group_time, message_seconds};
+use crate::machine::curves::Op;
 use crate::machine::{DeviceSpec, Machine};
 use dplan_ir::program::Pattern;
 
@@ -28,26 +30,30 @@ const EAGER_LOGITS: f64 = 54.0;
 /// Time of one step, by its parts.
 pub fn price(model: &Decoder, layout: &Layout, executor: Executor, machine: &Machine, constants: &Constants) -> Step {
     let pass = Pass { model, layout, executor, machine, device: &machine.device, constants };
-    let (forward, backward) = pass.layer();
-    let both = forward.total() + backward.total();
-    let head = pass.head();
+    let (dense, routed) = (pass.layer(Block::Dense), pass.layer(Block::Routed));
+    let of = |block: Block| match block {
+        Block::Dense => dense,
+        Block::Routed => routed,
+    };
+    let stages = stages(model, layout, executor);
     let m = layout.micro_batches as f64;
-    let stages = Stages::of(model, layout, executor);
-    let layers = stages.most;
-
-    let last = stages.last * both + head;
-    let slowest = if layout.pp == 1 { last } else { (layers * both).max(last) };
+    let time = |(at, stage): (usize, &Stage)| {
+        let head = if at + 1 == stages.len() { pass.head() } else { 0.0 };
+        stage.sum(|block| of(block).0.total() + of(block).1.total()) + head
+    };
+    let slowest = stages.iter().enumerate().map(time).fold(0.0, f64::max);
     // The first micro-batch on its way through all stages, less the one it is counted in.
-    let filling = (model.layers as f64 * both + head - slowest).max(0.0) / layout.virtual_stages as f64;
+    let all: f64 = stages.iter().enumerate().map(time).sum();
+    let filling = (all - slowest).max(0.0) / layout.virtual_stages as f64;
 
-    let traffic = layers.max(stages.last) * (forward.traffic + backward.traffic);
-    let synchronisation = pass.synchronisation(layers, forward.total(), backward.total());
-    let transfers = pass.transfers();
+    let traffic = stages.iter().map(|stage| stage.sum(|block| of(block).0.traffic + of(block).1.traffic)).fold(0.0, f64::max);
+    let synchronisation = stages.iter().map(|&stage| pass.synchronisation(stage, of)).fold(0.0, f64::max);
+    let update = stages.iter().map(|&stage| pass.updated(stage)).fold(0.0, f64::max);
     Step {
         compute: m * (slowest - traffic.min(slowest)),
-        exposed_comm: m * traffic.min(slowest) + synchronisation + transfers,
+        exposed_comm: m * traffic.min(slowest) + synchronisation + pass.transfers(),
         bubble: filling,
-        optimizer: pass.sweep(OPTIMIZER_BYTES * pass.parameters(layers) / pass.shards_of_state()),
+        optimizer: pass.sweep(OPTIMIZER_BYTES * update),
     }
 }
 
@@ -128,21 +134,24 @@ impl Pass<'_> {
         self.launch() + (grown / rate).max(bytes / self.bandwidth())
     }
 
+    /// Products of `tokens` rows in one layer, and those of its gradients.
+    fn products(&self, count: f64, tokens: f64, products: &[Product], gain: f64) -> (f64, f64) {
+        let forward = products.iter().map(|p| self.product(count, tokens, p.width, p.depth, gain)).sum();
+        let backward =
+            products.iter().map(|p| self.product(count, tokens, p.depth, p.width, gain) + self.product(count, p.width, p.depth, tokens, gain));
+        (forward, backward.sum())
+    }
+
     /// Forward, and backward with what is computed again.
-    fn layer(&self) -> (Layer, Layer) {
+    fn layer(&self, block: Block) -> (Layer, Layer) {
         let (model, layout) = (self.model, self.layout);
         let (t, tokens, hidden) = (layout.tp as f64, self.tokens(), model.hidden as f64);
         let gain = match layout.precision {
             Precision::Half | Precision::Mixed | Precision::EightByRow => 1.0,
             Precision::Eight => self.get(Constant::EightBitGain),
         };
-        let query = (model.heads * model.head_dim) as f64 / t;
-        let qkv = query + (2 * model.kv_heads * model.head_dim) as f64 / t;
-        let (wide, narrow) = (model.ffn_in() as f64 / t, model.ffn as f64 / t);
-        let products = [(qkv, hidden), (hidden, query), (wide, hidden), (hidden, narrow)];
-        let forward_products: f64 = products.iter().map(|&(n, k)| self.product(1.0, tokens, n, k, gain)).sum();
-        let backward_products: f64 =
-            products.iter().map(|&(n, k)| self.product(1.0, tokens, k, n, gain) + self.product(1.0, n, k, tokens, gain)).sum();
+        let common = [model.attention_products(t), model.mlp_products(block, t)].concat();
+        let (forward_products, backward_products) = self.products(1.0, tokens, &common, gain);
         let (attention, attention_back) = self.attention();
 
         // Norms, residual sums, dropout and their gradients read and write a dozen 16-bit tensors of the hidden width, activations one or two of the MLP's.
@@ -151,15 +160,28 @@ impl Pass<'_> {
             Executor::Megatron2021 | Executor::MegatronCore | Executor::DeepSpeed | Executor::Fsdp2Compiled => Constant::ElementwiseFused,
             Executor::Fsdp2 | Executor::MosaicFsdp | Executor::Nanotron => Constant::ElementwiseEager,
         };
-        let traffic = (24.0 * self.get(factor) * hidden / sharded + 2.0 * (wide + narrow)) * tokens;
+        let narrow = match (block, model.experts) {
+            (Block::Dense, _) | (Block::Routed, None) => model.ffn as f64 / t,
+            (Block::Routed, Some(experts)) => experts.shared as f64 / t,
+        };
+        // Queries, keys and values of latent attention are put together from their parts.
+        let joined = if model.latent.is_some() { 4.0 * (2.0 * model.query_width() + (model.heads * model.head_dim) as f64) / t } else { 0.0 };
+        let traffic = (24.0 * self.get(factor) * hidden / sharded + 2.0 * (model.wide(narrow) + narrow) + joined) * tokens;
         let kernels = ELEMENTWISE_KERNELS * self.launch();
         let (elementwise, elementwise_back) = (traffic / self.bandwidth() + kernels, 1.7 * traffic / self.bandwidth() + kernels);
+        let (experts, experts_back) = match (block, model.experts) {
+            (Block::Dense, _) | (Block::Routed, None) => Default::default(),
+            (Block::Routed, Some(experts)) => self.experts(experts, gain),
+        };
 
         let collectives = self.tensor_collectives() + self.context_collectives();
         // The gathered input of a product is gathered again for its weight gradient.
         let again = if layout.activations == Activations::Sharded { 1.25 } else { 1.0 };
-        let mut forward = Layer { work: forward_products + attention + elementwise, traffic: collectives };
-        let mut backward = Layer { work: backward_products + attention_back + elementwise_back, traffic: collectives * again };
+        let mut forward = Layer { work: forward_products + attention + elementwise + experts.work, traffic: collectives + experts.traffic };
+        let mut backward = Layer {
+            work: backward_products + attention_back + elementwise_back + experts_back.work,
+            traffic: collectives * again + experts_back.traffic,
+        };
         if matches!(self.executor, Executor::MegatronCore | Executor::Nanotron) {
             let host = self.get(Constant::HostLayer);
             forward.work = forward.work.max(host - forward.traffic);
@@ -180,9 +202,40 @@ impl Pass<'_> {
                 // A 16-bit gradient is added to a 32-bit one.
                 _ => 6.0,
             };
-            backward.work += self.sweep(bytes * model.layer_parameters() as f64 / t);
+            let own = model.common_parameters(block, t) + if block == Block::Routed { self.own_experts() } else { 0.0 };
+            backward.work += self.sweep(bytes * own);
         }
         (forward, backward)
+    }
+
+    /// Routed experts, forward and backward: rows are put in the order of experts and sent to their ranks, pass two products, come back, and are summed.
+    fn experts(&self, experts: Experts, gain: f64) -> (Layer, Layer) {
+        let (model, layout) = (self.model, self.layout);
+        let etp = layout.etp as f64;
+        // Tokens are spread evenly over experts, and over tensor-parallel ranks where these do not divide an expert.
+        let rows = self.tokens() * experts.chosen as f64 * etp / layout.tp as f64;
+        let here = (experts.count as f64 / layout.ep as f64).max(1.0);
+        let (forward, backward) = self.products(here, rows / here, &model.expert_products(experts, etp), gain);
+        let (hidden, narrow) = (model.hidden as f64, experts.ffn as f64 / etp);
+        // Five times a row is read and written: into the order of ranks, of experts, back again twice, and scaled by its weight; the activation reads and writes
+        // what is between products.
+        let moved = self.sweep(20.0 * hidden * rows) + self.sweep(2.0 * (model.wide(narrow) + narrow) * rows);
+        let traffic = 2.0 * self.all_to_all(2.0 * hidden * rows / etp);
+        (Layer { work: forward + moved, traffic }, Layer { work: backward + 1.7 * moved, traffic })
+    }
+
+    /// Rows to the ranks of their experts.
+    fn all_to_all(&self, bytes: f64) -> f64 {
+        let ranks = self.layout.ep;
+        if ranks == 1 {
+            return 0.0;
+        }
+        let group = self.spread(ranks);
+        let inside = self.machine.curves.time(Op::AllToAll, group.local, bytes as u64, self.machine.intra.latency);
+        let part = |members: u64| bytes * members as f64 / ranks as f64;
+        let near = inside.map_or_else(|| message_seconds(self.machine.intra, part(group.local - 1)), |time| time.seconds());
+        let far = if group.nodes > 1 { message_seconds(self.machine.inter, part(ranks - group.local)) } else { 0.0 };
+        near.max(far)
     }
 
     /// Forward and backward.
@@ -200,7 +253,7 @@ impl Pass<'_> {
                 speed *= 0.8;
             }
             // Both products over the unmasked half.
-            let flops = 2.0 * count * s * s * d / layout.cp as f64;
+            let flops = count * s * s * (d + model.query_width() / model.heads as f64) / layout.cp as f64;
             return (self.launch() + flops / (speed * rate), self.launch() + 2.5 * flops / (speed * rate_back));
         }
         // Heads that do not divide into eights do not reach the matrix units: half the peak of the others.
@@ -252,18 +305,32 @@ impl Pass<'_> {
         3.0 * self.product(1.0, self.tokens(), vocab, self.model.hidden as f64, 1.0) + self.sweep(bytes * self.tokens() * vocab)
     }
 
-    /// Parameters of the fullest stage on one rank.
-    fn parameters(&self, layers: f64) -> f64 {
+    /// Parameters of a stage on one rank that all ranks with other data have too, and its experts'.
+    fn parameters(&self, stage: Stage) -> (f64, f64) {
         let t = self.layout.tp as f64;
-        self.model.layer_parameters() as f64 * layers / t + (self.model.vocab * self.model.hidden) as f64 / t
+        let common = stage.sum(|block| self.model.common_parameters(block, t)) + (self.model.vocab * self.model.hidden) as f64 / t;
+        (common, stage.routed * self.own_experts())
+    }
+
+    /// Weights of one layer's experts on one rank.
+    fn own_experts(&self) -> f64 {
+        self.model.expert_parameters() / (self.layout.ep * self.layout.etp) as f64
+    }
+
+    /// Parameters that a rank updates.
+    fn updated(&self, stage: Stage) -> f64 {
+        let (common, experts) = self.parameters(stage);
+        let shards = |replicas: u64| if self.layout.zero >= 1 { replicas as f64 } else { 1.0 };
+        common / shards(self.replicas()) + experts / shards(self.expert_replicas())
+    }
+
+    /// Ranks that have the same experts.
+    fn expert_replicas(&self) -> u64 {
+        (self.replicas() * self.layout.tp / (self.layout.ep * self.layout.etp)).max(1)
     }
 
     fn replicas(&self) -> u64 {
         self.layout.dp * self.layout.cp
-    }
-
-    fn shards_of_state(&self) -> f64 {
-        if self.layout.zero >= 1 { self.replicas() as f64 } else { 1.0 }
     }
 
     /// Tensor-parallel groups of a node; a part of one counts as one.
@@ -278,43 +345,57 @@ impl Pass<'_> {
     }
 
     /// Gradients and gathered parameters of a step, as far as they are not hidden.
-    fn synchronisation(&self, layers: f64, forward: f64, backward: f64) -> f64 {
-        let replicas = self.replicas();
-        if replicas == 1 {
-            return 0.0;
+    fn synchronisation(&self, stage: Stage, of: impl Fn(Block) -> (Layer, Layer)) -> f64 {
+        let (common, experts) = self.parameters(stage);
+        if self.executor.megatron() && self.layout.zero < 3 {
+            return self.once(common, self.replicas()) + self.once(experts, self.expert_replicas());
         }
-        let group = self.spread(replicas);
-        let near = Group { local: group.local, nodes: 1 };
-        let time = |group, pattern, bytes: f64| group_time(self.machine, group, pattern, bytes as u64).seconds();
-        let gradient_bytes = match (self.executor, self.layout.precision) {
+        self.layout.micro_batches as f64 * stage.sum(|block| self.every_time(block, of(block)))
+    }
+
+    fn gradient_bytes(&self) -> f64 {
+        match (self.executor, self.layout.precision) {
             (Executor::DeepSpeed | Executor::Megatron2021, _) | (_, Precision::Half) => 2.0,
             (_, Precision::Mixed | Precision::Eight | Precision::EightByRow) => 4.0,
-        };
-        let fully_sharded = !self.executor.megatron() || self.layout.zero == 3;
-        if !fully_sharded {
-            let parameters = self.parameters(layers);
-            return if self.layout.zero == 0 {
-                time(group, Pattern::AllReduce, gradient_bytes * parameters)
-            } else {
-                // DeepSpeed's pipeline reduces whole gradients everywhere, whatever part of the states a rank holds.
-                let reduction = if self.executor == Executor::DeepSpeed { Pattern::AllReduce } else { Pattern::ReduceScatter };
-                time(group, reduction, gradient_bytes * parameters) + time(group, Pattern::AllGather, 2.0 * parameters)
-            };
         }
-        let parameters = self.model.layer_parameters() as f64 / self.layout.tp as f64;
-        let transfers = |group| {
-            let gather = if self.layout.zero == 3 { time(group, Pattern::AllGather, 2.0 * parameters) } else { 0.0 };
-            (gather, gather + time(group, Pattern::ReduceScatter, gradient_bytes * parameters))
+    }
+
+    /// Gradients reduced, and parameters gathered, once a step.
+    fn once(&self, parameters: f64, replicas: u64) -> f64 {
+        if replicas == 1 || parameters == 0.0 {
+            return 0.0;
+        }
+        let time = |pattern, bytes: f64| group_time(self.machine, self.spread(replicas), pattern, (bytes * parameters) as u64).seconds();
+        if self.layout.zero == 0 {
+            return time(Pattern::AllReduce, self.gradient_bytes());
+        }
+        // DeepSpeed's pipeline reduces whole gradients everywhere, whatever part of the states a rank holds.
+        let reduction = if self.executor == Executor::DeepSpeed { Pattern::AllReduce } else { Pattern::ReduceScatter };
+        time(reduction, self.gradient_bytes()) + time(Pattern::AllGather, 2.0)
+    }
+
+    /// One layer's parameters gathered and its gradients scattered for each micro-batch.
+    fn every_time(&self, block: Block, (ahead, back): (Layer, Layer)) -> f64 {
+        let routed = if block == Block::Routed { self.own_experts() } else { 0.0 };
+        let parts = [(self.model.common_parameters(block, self.layout.tp as f64), self.replicas()), (routed, self.expert_replicas())];
+        let transfers = |near: bool| {
+            let mut both = (0.0, 0.0);
+            for (parameters, replicas) in parts.into_iter().filter(|&(parameters, replicas)| replicas > 1 && parameters > 0.0) {
+                let group = self.spread(replicas);
+                let group = if near { Group { nodes: 1, ..group } } else { group };
+                let time = |pattern, bytes: f64| group_time(self.machine, group, pattern, (bytes * parameters) as u64).seconds();
+                let gather = if self.layout.zero == 3 { time(Pattern::AllGather, 2.0) } else { 0.0 };
+                both = (both.0 + gather, both.1 + gather + time(Pattern::ReduceScatter, self.gradient_bytes()));
+            }
+            both
         };
-        let (ahead, back) = transfers(group);
         // What runs on this device's links and units takes as long from its computation; what the network does beside it costs nothing.
-        let (near_ahead, near_back) = transfers(near);
+        let (whole, near) = (transfers(false), transfers(true));
         let exposed = |transfer: f64, near: f64, work: f64| match self.executor {
             Executor::DeepSpeed => transfer,
             _ => (transfer - work).max(0.0) + near.min(work),
         };
-        let each = exposed(ahead, near_ahead, forward) + exposed(back, near_back, backward);
-        self.layout.micro_batches as f64 * layers * each
+        exposed(whole.0, near.0, ahead.total()) + exposed(whole.1, near.1, back.total())
     }
 
     /// Activations and their gradients between stages.

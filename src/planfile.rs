@@ -168,8 +168,8 @@ impl PlanFile {
             return Err(PlanFileError::Version { path: path.into(), found: json.dplan_plan });
         }
         let compute = DType::from_name(&json.precision).ok_or_else(|| wrong("precision", format!("`{}` is not an element type", json.precision)))?;
-        let optimizer =
-            Optimizer::from_name(&json.optimizer).ok_or_else(|| wrong("optimizer", format!("`{}`: expected adamw, adam or sgd", json.optimizer)))?;
+        let optimizer = Optimizer::from_name(&json.optimizer)
+            .ok_or_else(|| wrong("optimizer", format!("`{}`: expected adamw, adam, sgd or lamb", json.optimizer)))?;
         let clip = match json.clip.as_str() {
             "none" => Clip::None,
             "global_norm" => Clip::GlobalNorm,

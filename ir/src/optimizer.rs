@@ -11,15 +11,16 @@ pub enum Optimizer {
     AdamW,
     Adam,
     Sgd,
+    Lamb,
 }
 
 impl Optimizer {
-    pub const ALL: [Optimizer; 3] = [Optimizer::AdamW, Optimizer::Adam, Optimizer::Sgd];
+    pub const ALL: [Optimizer; 4] = [Optimizer::AdamW, Optimizer::Adam, Optimizer::Sgd, Optimizer::Lamb];
 
     /// State tensors per parameter besides the parameter itself.
     pub fn moments(self) -> usize {
         match self {
-            Optimizer::AdamW | Optimizer::Adam => 2,
+            Optimizer::AdamW | Optimizer::Adam | Optimizer::Lamb => 2,
             Optimizer::Sgd => 1,
         }
     }
@@ -28,6 +29,14 @@ impl Optimizer {
             Optimizer::AdamW => "adamw",
             Optimizer::Adam => "adam",
             Optimizer::Sgd => "sgd",
+            Optimizer::Lamb => "lamb",
+        }
+    }
+    /// Whether a step's size depends on the norms of whole parameters and of what would be taken from them ([`trust_ratio`]).
+    pub fn trusts(self) -> bool {
+        match self {
+            Optimizer::AdamW | Optimizer::Adam | Optimizer::Sgd => false,
+            Optimizer::Lamb => true,
         }
     }
     pub fn from_name(name: &str) -> Option<Optimizer> {
@@ -156,8 +165,31 @@ pub fn sgd(p: f64, g: f64, v: f64, at: &StepScalars) -> (f64, f64) {
     (p - h.lr * v, v)
 }
 
-/// The new (p, first moment, second moment); a moment the optimizer does not have stays.
-pub fn update(optimizer: Optimizer, p: f64, g: f64, [m, v]: [f64; 2], at: &StepScalars) -> (f64, [f64; 2]) {
+/// LAMB's direction (arXiv:1904.00962, algorithm 2): m, v updated; u = (m/(1−β₁ᵗ)) / (√(v/(1−β₂ᵗ)) + ε) + wd·p. Returns (u, m, v).
+pub fn lamb_direction(p: f64, g: f64, m: f64, v: f64, at: &StepScalars) -> (f64, f64, f64) {
+    let h = &at.hyper;
+    let t = i32::try_from(at.step).unwrap_or(i32::MAX);
+    let m = h.beta1 * m + (1.0 - h.beta1) * g;
+    let v = h.beta2 * v + (1.0 - h.beta2) * g * g;
+    let denom = v.sqrt() / (1.0 - h.beta2.powi(t)).sqrt() + h.eps;
+    (m / (1.0 - h.beta1.powi(t)) / denom + h.weight_decay * p, m, v)
+}
+
+/// How far LAMB goes in the direction u of a parameter w, from Σ w² and Σ u² over all its elements: ‖w‖/‖u‖; 1 where either is zero. It is taken of every parameter,
+/// as in the paper, of those that weight decay does not pull too.
+pub fn trust_ratio([weight, direction]: [f64; 2]) -> f64 {
+    if weight > 0.0 && direction > 0.0 { (weight / direction).sqrt() } else { 1.0 }
+}
+
+/// What one element adds to the sums that [`trust_ratio`] takes.
+pub fn trust_terms(p: f64, g: f64, [m, v]: [f64; 2], at: &StepScalars) -> [f64; 2] {
+    let (u, ..) = lamb_direction(p, g, m, v, at);
+    [p * p, u * u]
+}
+
+/// The new (p, first moment, second moment); a moment the optimizer does not have stays. `trust` is the parameter's ratio, for an optimizer that
+/// [trusts](Optimizer::trusts).
+pub fn update(optimizer: Optimizer, p: f64, g: f64, [m, v]: [f64; 2], at: &StepScalars, trust: f64) -> (f64, [f64; 2]) {
     match optimizer {
         Optimizer::AdamW => {
             let (p, m, v) = adamw(p, g, m, v, at);
@@ -170,6 +202,10 @@ pub fn update(optimizer: Optimizer, p: f64, g: f64, [m, v]: [f64; 2], at: &StepS
         Optimizer::Sgd => {
             let (p, m) = sgd(p, g, m, at);
             (p, [m, v])
+        }
+        Optimizer::Lamb => {
+            let (u, m, v) = lamb_direction(p, g, m, v, at);
+            (p - at.hyper.lr * trust * u, [m, v])
         }
     }
 }

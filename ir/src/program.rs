@@ -119,6 +119,15 @@ pub struct Bucket {
 }
 
 impl Bucket {
+    /// Where the members' elements are among the `len` elements from `start` on, by number of the member. What is between them belongs to no parameter.
+    pub fn parts(&self, start: u64, len: u64) -> Vec<(usize, Range<usize>)> {
+        let part = |(at, member): (usize, &Member)| {
+            let (from, to) = (member.offset.max(start), (member.offset + member.elems).min(start + len));
+            (from < to).then(|| (at, (from - start) as usize..(to - start) as usize))
+        };
+        self.members.iter().enumerate().filter_map(part).collect()
+    }
+
     /// The `len` elements from `start` on, in stretches for whose parameters `of` says the same; what belongs to no parameter goes with what is before it.
     pub fn stretches(&self, start: u64, len: u64, of: impl Fn(ParamId) -> bool) -> Vec<(Range<usize>, bool)> {
         let mut stretches: Vec<(Range<usize>, bool)> = Vec::new();
@@ -231,6 +240,11 @@ pub enum Content {
         param: ParamId,
     },
     Scalar(Scalar),
+    /// For each member of a bucket, Σ w² and Σ u² over the elements of the parameter w and of the direction u of its update
+    /// ([`crate::optimizer::trust_ratio`]).
+    Trust {
+        bucket: BucketId,
+    },
     /// Working memory of one instruction; never read across instructions.
     Scratch,
 }
@@ -422,15 +436,24 @@ pub enum Instr {
         src: BufferId,
         dst: BufferId,
     },
+    /// dst ← of each member of a bucket, what this rank's elements add to the sums of its trust ratio. The operands are those of the update that follows.
+    TrustSums {
+        state: BufferId,
+        grad: BufferId,
+        moments: Vec<BufferId>,
+        scale: Option<BufferId>,
+        dst: BufferId,
+    },
     /// One optimizer step on flat buffers of the same elements: `state` (the master copy), its gradient and its moments; `param` receives the
     /// result in the compute type where that is another buffer. Gradients are scaled by `scale` first;
-    /// where that [skips](crate::optimizer::skips), everything stays as it was.
+    /// where that [skips](crate::optimizer::skips), everything stays as it was. `trust` has the sums of an optimizer that [trusts](Optimizer::trusts).
     Update {
         state: BufferId,
         grad: BufferId,
         moments: Vec<BufferId>,
         param: Option<BufferId>,
         scale: Option<BufferId>,
+        trust: Option<BufferId>,
     },
     Record(EventId),
     Wait(EventId),

@@ -35,6 +35,7 @@ fn subjects() -> Vec<Subject> {
         (1, Shape { dp: 2, pp: 2, zero: 2, one_f_one_b: false, ..base }),
         (2, Shape { dp: 2, tp: 2, zero: 3, optimizer: Optimizer::Sgd, ..base }),
         (1, Shape { tp: 2, pp: 3, micro_batches: 4, ..base }),
+        (0, Shape { dp: 2, tp: 2, zero: 1, optimizer: Optimizer::Lamb, ..base }),
         // Long enough that the verifier skips periods.
         (0, Shape { pp: 2, micro_batches: 16, ..base }),
     ];
@@ -78,7 +79,9 @@ fn alike(a: &[f64], b: &[f64]) -> bool {
 }
 
 /// Damage of these kinds always makes a program wrong. (A collective may be dropped where nobody reads its result.)
-const FATAL: [Damage; 29] = [
+const FATAL: [Damage; 31] = [
+    Damage::DropTrustSums,
+    Damage::WithoutTrust,
     Damage::OtherAxis,
     Damage::WrongKey,
     Damage::DropMessage,

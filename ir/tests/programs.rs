@@ -44,6 +44,7 @@ fn shapes() -> Vec<Shape> {
         all.push(Shape { dp: 2, zero, micro_batches: 3, ..BASE });
         all.push(Shape { dp: 2, tp: 2, pp: 2, zero, micro_batches: 3, one_f_one_b: zero % 2 == 0, ..BASE });
         all.push(Shape { dp: 3, pp: 3, zero, micro_batches: 5, ..BASE });
+        all.push(Shape { dp: 2, tp: 2, pp: 2, zero, optimizer: Optimizer::Lamb, ..BASE });
     }
     all.push(Shape { pp: 3, tp: 2, micro_batches: 4, ..BASE });
     all

@@ -53,6 +53,42 @@ fn either_optimizer_learns_one_batch() {
     }
 }
 
+/// LAMB goes as far as the parameter is long, times the learning rate; as far as its direction is long where the parameter is zero. The direction is Adam's, with
+/// the pull of weight decay: computed here by itself, from the gradients alone.
+#[test]
+fn a_lamb_step_is_as_long_as_the_parameter_in_the_direction_of_adam() {
+    for case in cases::all() {
+        let graph = differentiate(&case.graph).unwrap_or_else(|why| panic!("{why}"));
+        let mut state = TrainState::new(case.params.clone(), Optimizer::Lamb);
+        let first = state.params.ids().next().unwrap_or_else(|| panic!("no parameter"));
+        state.params[first].data.fill(0.0);
+        let hyper = Hyper { clip: f64::INFINITY, weight_decay: 0.1, eps: 1e-3, ..HYPER };
+        let mut moments = state.params.map(|_, p| vec![[0.0f64; 2]; p.data.len()]);
+        for step in 1..=3 {
+            let before = state.params.clone();
+            let report =
+                train_step(&graph, &mut state, std::slice::from_ref(&case.inputs), &StepScalars::new(hyper, step, case.inv_tokens), Optimizer::Lamb);
+            let fixed = graph.fixed_params();
+            for (param, old) in before.iter() {
+                let decay = if fixed.contains(&param) { 0.0 } else { 0.1 };
+                let mut direction = Vec::new();
+                for ((w, g), [m, v]) in old.data.iter().zip(&report.grads[param].data).zip(&mut moments[param]) {
+                    (*m, *v) = (0.9 * *m + 0.1 * g, 0.95 * *v + 0.05 * g * g);
+                    let (corrected, root) = (*m / (1.0 - 0.9f64.powf(step as f64)), (*v / (1.0 - 0.95f64.powf(step as f64))).sqrt());
+                    direction.push(corrected / (root + 1e-3) + decay * w);
+                }
+                let length = |x: &[f64]| x.iter().map(|x| x * x).sum::<f64>().sqrt();
+                let (w, u) = (length(&old.data), length(&direction));
+                let ratio = if w > 0.0 && u > 0.0 { w / u } else { 1.0 };
+                for ((new, old), u) in state.params[param].data.iter().zip(&old.data).zip(&direction) {
+                    let want = old - 0.05 * ratio * u;
+                    assert!((new - want).abs() < 1e-12 * want.abs().max(1.0), "{} step {step}: {new}, expected {want}", case.graph.name);
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn a_clipped_sgd_step_has_length_lr_times_clip() {
     let case = cases::all().remove(1);

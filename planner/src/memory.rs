@@ -6,7 +6,7 @@
 //! host  = Σ_buckets offloaded state(zero)
 //! ```
 //! over the layers of all virtual stages of the stage; `frames` and `held` are those of a layer's virtual stage ([`Slots`]).
-//! - *state*: parameters, master copy (16-bit compute types only), gradients, moments; each whole or one piece for each rank along data axes that do not shard the parameter, by ZeRO stage;
+//! - *state*: parameters, master copy (16-bit compute types only), gradients, moments, and LAMB's two sums for each parameter; each but those whole or one piece for each rank along data axes that do not shard the parameter, by ZeRO stage;
 //!   where the optimizer is offloaded, master copy and moments are in the memory of the host instead;
 //! - *frame* of a layer: its input and everything its backward pass reads (with full recompute: its input alone), one per micro-batch in flight;
 //! - *held* by a layer where backward passes come in halves: its cotangent and whatever else the weight half finds of the input half;
@@ -35,8 +35,10 @@ pub struct BucketSize {
     pub elems: u64,
     /// Tensor-parallel axes over which local gradients still have to be summed.
     pub partial: AxisSet,
-    /// Data axes that shard the parameters themselves, as experts are.
-    pub spread: AxisSet,
+    /// Axes that shard the parameters: tensor-parallel ones, and data axes as of experts.
+    pub axes: AxisSet,
+    /// How many parameters.
+    pub members: u64,
     /// Belongs to a tied parameter, which another layer uses too: counted once in a stage.
     pub tied: bool,
 }
@@ -44,7 +46,7 @@ pub struct BucketSize {
 impl BucketSize {
     /// Data axes over which gradients are summed and states may be shared.
     pub fn data(&self, mesh: &Mesh) -> AxisSet {
-        mesh.data().minus(self.spread)
+        mesh.data().minus(self.axes)
     }
     /// Ranks along [`BucketSize::data`].
     pub fn ways(&self, mesh: &Mesh) -> u64 {
@@ -120,11 +122,17 @@ pub fn role_bytes(role: Role, elems: u64, ways: u64, zero: Zero, types: StateTyp
     types.dtype(role).size() * if in_pieces(role, zero) { whole / ways } else { whole }
 }
 
+/// Bytes of the sums that the trust ratios of a bucket's parameters are of, where the optimizer has any.
+pub fn trust_bytes(members: u64, types: StateTypes) -> u64 {
+    if types.optimizer.trusts() { 2 * members * types.dtype(Role::Master).size() } else { 0 }
+}
+
 /// Persistent bytes of a bucket on one rank, in the memory of the device and in that of the host.
-pub fn state_bytes(elems: u64, ways: u64, states: States, types: StateTypes) -> (u64, u64) {
+pub fn state_bytes(bucket: &BucketSize, mesh: &Mesh, states: States, types: StateTypes) -> (u64, u64) {
+    let (elems, ways) = (bucket.elems, bucket.ways(mesh));
     let (host, device): (Vec<Role>, Vec<Role>) = types.roles().into_iter().partition(|&role| is_offloaded(role, states.offload));
     let sum = |roles: Vec<Role>| roles.into_iter().map(|role| align(role_bytes(role, elems, ways, states.zero, types))).sum();
-    (sum(device), sum(host))
+    (sum(device) + align(trust_bytes(bucket.members, types)), sum(host))
 }
 
 /// Bytes of one turn of the ring for a layer: whole parameters at ZeRO 3 and whole gradients at ZeRO 2 and 3, or one bucket's offloaded states.
@@ -133,7 +141,7 @@ pub fn ring_bytes(layer: &LayerBytes, mesh: &Mesh, states: States, types: StateT
     let shared = || layer.buckets.iter().map(|b| (b.elems, b.ways(mesh))).filter(|b| b.1 > 1);
     let whole = |role| shared().map(|(elems, ways)| align(bucket_elems(elems, ways) * types.dtype(role).size())).sum::<u64>();
     let gathered: u64 = [Role::Param, Role::Grad].into_iter().filter(|&r| in_pieces(r, states.zero)).map(whole).sum();
-    let staged = layer.buckets.iter().map(|b| state_bytes(b.elems, b.ways(mesh), states, types).1).max();
+    let staged = layer.buckets.iter().map(|b| state_bytes(b, mesh, states, types).1).max();
     gathered.max(staged.unwrap_or(0))
 }
 
@@ -200,7 +208,7 @@ pub fn arena(layers: &[(&LayerBytes, States, Slots)], mesh: &Mesh, types: StateT
     for (layer, of, _) in layers {
         for bucket in &layer.buckets {
             if !(bucket.tied && tied_seen) {
-                let (on_device, on_host) = state_bytes(bucket.elems, bucket.ways(mesh), *of, types);
+                let (on_device, on_host) = state_bytes(bucket, mesh, *of, types);
                 (states, host) = (states + on_device, host + on_host);
             }
             tied_seen |= bucket.tied;

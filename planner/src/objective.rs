@@ -39,14 +39,15 @@
 //!
 //! A parted backward pass hides the reduction beside its weight half alone: `w` stands in the place of `b` in `e`. It has ZeRO 0 or 1.
 //!
-//! `rest` sums what tensor parallelism left partial; `update` streams gradients, states and parameters through memory, once more for the norm.
+//! `rest` sums what tensor parallelism left partial; `update` streams gradients, states and parameters through memory, once more for the norm,
+//! and once more with a small reduction for LAMB's trust ratios.
 //! `x ∥ y = max(x, y) + 20 % · min(x, y)`: traffic beside compute is never free. A layer hides its own traffic and no more, so terms add up whatever the
 //! neighbours do, and a stage is a bag of layers.
 //!
 //! A parameter tied over several layers is synchronised and updated once in a stage. If its homes are on several stages, its gradient is summed over these
 //! when all passes are done, beside nothing (at ZeRO 0 the whole sum is done then).
 
-use crate::memory::{BucketSize, LayerBytes, StateTypes, bucket_elems, in_pieces, is_offloaded, ring_bytes, role_bytes, state_bytes};
+use crate::memory::{BucketSize, LayerBytes, StateTypes, bucket_elems, in_pieces, is_offloaded, ring_bytes, role_bytes, state_bytes, trust_bytes};
 use crate::placement::Site;
 use crate::prices::Links;
 use crate::units::Nanos;
@@ -287,7 +288,7 @@ impl Terms<'_> {
             zero: states.zero,
             every,
             once,
-            states: bytes.buckets.iter().filter(counted).map(|b| state_bytes(b.elems, b.ways(self.mesh), states, self.types).0).sum(),
+            states: bytes.buckets.iter().filter(counted).map(|b| state_bytes(b, self.mesh, states, self.types).0).sum(),
             ring: 2 * ring_bytes(bytes, self.mesh, states, self.types),
         }
     }
@@ -322,8 +323,22 @@ impl Terms<'_> {
             late: sum.late + late,
             add: sum.add + add,
             copy: sum.copy + self.copies(bucket, states),
-            update: sum.update + self.links.sweep(self.site, self.update_bytes(bucket, zero) + clear).0,
+            update: sum.update + self.links.sweep(self.site, self.update_bytes(bucket, zero) + clear).0 + self.trust(bucket, zero),
         }
+    }
+
+    /// Time of the trust ratios of a bucket: its states and gradients are read once more, and a few sums go over the axes that cut the parameters up.
+    fn trust(&self, bucket: &BucketSize, zero: Zero) -> u64 {
+        if !self.types.optimizer.trusts() {
+            return 0;
+        }
+        let (data, ways) = (bucket.data(self.mesh), bucket.ways(self.mesh));
+        let whole = bucket_elems(bucket.elems, ways);
+        let (elems, pieces) = if in_pieces(Role::Master, zero) { (whole / ways, data) } else { (whole, AxisSet::EMPTY) };
+        let read = (2 + self.types.optimizer.moments() as u64) * elems * self.types.dtype(Role::Master).size();
+        let sums = trust_bytes(bucket.members, self.types);
+        let talk = self.links.collective(self.site, self.mesh, bucket.axes.union(pieces), Pattern::AllReduce, sums);
+        self.links.sweep(self.site, read).0 + talk.0
     }
 
     /// Time of copying a bucket's offloaded states in and out.

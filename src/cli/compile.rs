@@ -84,6 +84,7 @@ enum OptimizerName {
     Adamw,
     Adam,
     Sgd,
+    Lamb,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -120,6 +121,7 @@ pub fn run(args: Args) -> Result<Outcome> {
             OptimizerName::Adamw => Optimizer::AdamW,
             OptimizerName::Adam => Optimizer::Adam,
             OptimizerName::Sgd => Optimizer::Sgd,
+            OptimizerName::Lamb => Optimizer::Lamb,
         },
         clip: Clip::GlobalNorm,
         pins,

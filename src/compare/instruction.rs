@@ -50,6 +50,7 @@ pub fn label(graph: &Graph, program: &Program, stage: usize, instr: &Instr) -> S
         Instr::AddInto { .. } => compute("add"),
         Instr::SquareSum { .. } => compute("square_sum"),
         Instr::ClipScale { .. } => compute("clip_scale"),
+        Instr::TrustSums { .. } => compute("trust_sums"),
         Instr::Update { .. } => compute("update"),
         Instr::Record(_) | Instr::Wait(_) => "event".into(),
     }
@@ -84,6 +85,7 @@ pub fn moved_bytes(program: &Program, stage: usize, instr: &Instr) -> Option<u64
         | Instr::AddInto { .. }
         | Instr::SquareSum { .. }
         | Instr::ClipScale { .. }
+        | Instr::TrustSums { .. }
         | Instr::Update { .. }
         | Instr::Record(_)
         | Instr::Wait(_) => None,
@@ -101,7 +103,7 @@ pub fn local_types(graph: &Graph, program: &Program, stage: usize, buffers: &[Bu
                 (graph.params[*param].value, member.sharding.clone())
             }
             // A scalar stands for the loss, which nothing is priced by.
-            Content::Scalar(_) | Content::Flat { .. } | Content::Scratch => {
+            Content::Scalar(_) | Content::Trust { .. } | Content::Flat { .. } | Content::Scratch => {
                 return Some(LocalType { dtype: buffer.dtype, dims: Vec::new(), layout: Layout::Dense, experts: 0 });
             }
         };

@@ -226,6 +226,7 @@ fn work(plan: &PlanFile, stage: usize, instr: &Instr, cluster: &Cluster) -> Opti
         Instr::Slice { src, dst, .. } => sweep(&[*src, *dst]),
         Instr::AddInto { src, dst } => sweep(&[*src, *dst, *dst]),
         Instr::SquareSum { src, .. } => sweep(&[*src]),
+        Instr::TrustSums { state, grad, moments, .. } => sweep(&moments.iter().chain([state, grad]).copied().collect::<Vec<_>>()),
         Instr::Update { state, grad, moments, param, .. } => {
             let twice = moments.iter().chain([state]).flat_map(|b| [*b, *b]);
             sweep(&twice.chain([*grad]).chain(param.iter().copied()).collect::<Vec<_>>())

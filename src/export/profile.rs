@@ -83,6 +83,7 @@ fn instruction(session: &Session, graph: &Graph, program: &Program, rank: usize,
         | Instr::AddInto { .. }
         | Instr::SquareSum { .. }
         | Instr::ClipScale { .. }
+        | Instr::TrustSums { .. }
         | Instr::Update { .. } => ("compute", json!({ "micro_batch": span.micro_batch })),
     };
     complete(rank, span.stream as usize, category, &name, span.start, span.end, args)

@@ -9,7 +9,7 @@ use dplan_planner::drawn::{Boundary, Case, Dice, Ffn, Sight, Split, Way};
 pub type Dimension = (&'static str, fn(&Case) -> bool);
 
 /// Everything that a case can have. Something that needs several ranks to mean anything is only counted where there are several.
-pub const DIMENSIONS: [Dimension; 59] = [
+pub const DIMENSIONS: [Dimension; 60] = [
     ("gated", |c| c.model.ffn == Ffn::Gated),
     ("plain", |c| c.model.ffn == Ffn::Plain),
     ("experts", |c| c.model.ffn == Ffn::Experts),
@@ -63,6 +63,7 @@ pub const DIMENSIONS: [Dimension; 59] = [
     ("adamw", |c| c.optimizer == Optimizer::AdamW),
     ("adam", |c| c.optimizer == Optimizer::Adam),
     ("sgd", |c| c.optimizer == Optimizer::Sgd),
+    ("lamb", |c| c.optimizer == Optimizer::Lamb),
     ("clip", |c| c.clip == Clip::GlobalNorm),
     ("decay groups", |c| c.decay == DecayGroups::Matrices),
     ("masters", |c| c.compute != DType::F64),

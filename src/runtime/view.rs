@@ -7,7 +7,7 @@ use dplan_ir::entity::{BufferId, NodeId, ParamId, ValueId};
 use dplan_ir::extent::{OpContext, Seat, context};
 use dplan_ir::graph::{Graph, Layout, Node};
 use dplan_ir::mesh::AxisSet;
-use dplan_ir::program::{Buffer, Content, Program, StageProgram};
+use dplan_ir::program::{Bucket, Buffer, Content, Program, StageProgram};
 use dplan_ir::sharding::{LocalType, Sharding, local_type};
 
 use super::block::Block;
@@ -124,7 +124,9 @@ impl<'a> View<'a> {
                     }
                 }
             }
-            Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Scratch => vec![buffer.bytes / buffer.dtype.size()],
+            Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => {
+                vec![buffer.bytes / buffer.dtype.size()]
+            }
         };
         if dim as usize >= dims.len() {
             return Err(format!("{id} has no dim {dim}"));
@@ -137,12 +139,26 @@ impl<'a> View<'a> {
     /// # Errors
     /// If the buffer is not flat.
     pub fn stretches(&self, id: BufferId, pulled: impl Fn(ParamId) -> bool) -> Result<Vec<(Range<usize>, bool)>, String> {
+        let (bucket, start, len) = self.flat(id)?;
+        Ok(bucket.stretches(start, len, pulled))
+    }
+    /// The same, each parameter by itself; and its number in the bucket.
+    ///
+    /// # Errors
+    /// If the buffer is not flat.
+    pub fn parts(&self, id: BufferId, pulled: impl Fn(ParamId) -> bool) -> Result<(Vec<usize>, Vec<(Range<usize>, bool)>), String> {
+        let (bucket, start, len) = self.flat(id)?;
+        let parts = bucket.parts(start, len).into_iter();
+        Ok(parts.map(|(at, range)| (at, (range, pulled(bucket.members[at].param)))).unzip())
+    }
+    /// The bucket of a flat buffer, the first element of it that the buffer has on this rank, and how many it has.
+    fn flat(&self, id: BufferId) -> Result<(&'a Bucket, u64, u64), String> {
         let buffer = self.buffer(id)?;
         let Content::Flat { bucket, pieces, .. } = buffer.content else { return Err(format!("{id} is no flat buffer")) };
         let bucket = self.of_stage().buckets.get(bucket).ok_or_else(|| format!("{bucket} does not exist"))?;
         let mesh = &self.program.mesh;
         let start = mesh.position(self.local_rank, pieces) * (bucket.elems / mesh.size(pieces));
-        Ok(bucket.stretches(start, buffer.bytes / buffer.dtype.size(), pulled))
+        Ok((bucket, start, buffer.bytes / buffer.dtype.size()))
     }
     /// Ranks of the whole program that a collective of this rank meets, in group order.
     pub fn group(&self, axes: AxisSet, stages: &[u32]) -> Vec<u64> {

@@ -33,7 +33,7 @@ pub fn explain(program: &Program, code: &Code, log: &[Call]) -> Result<(), Strin
             let entries: Vec<&str> = action.routines().flat_map(|r| &r.launches).map(|l| l.entry).collect();
             let what = format!("of {:?} in {}", instr.instr, segment.kind.name());
             match &instr.instr {
-                Instr::Run { .. } | Instr::AddInto { .. } | Instr::ClipScale { .. } | Instr::Update { .. } => {
+                Instr::Run { .. } | Instr::AddInto { .. } | Instr::ClipScale { .. } | Instr::TrustSums { .. } | Instr::Update { .. } => {
                     if entries.is_empty() {
                         return Err(format!("no kernel {what}"));
                     }

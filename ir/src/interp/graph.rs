@@ -134,9 +134,15 @@ pub fn train_step_of(
 }
 
 fn update(param: &mut Tensor, grad: &Tensor, scale: f64, moments: &mut [Tensor], scalars: &StepScalars, optimizer: Optimizer) {
+    let moment = |moments: &[Tensor], i: usize| [0, 1].map(|at| moments.get(at).map_or(0.0, |m| m.data[i]));
+    let trust = if optimizer.trusts() {
+        let terms = param.data.iter().enumerate().map(|(i, &p)| optimizer::trust_terms(p, grad.data[i] * scale, moment(moments, i), scalars));
+        optimizer::trust_ratio(terms.fold([0.0; 2], |[a, b], [x, y]| [a + x, b + y]))
+    } else {
+        1.0
+    };
     for (i, p) in param.data.iter_mut().enumerate() {
-        let moment = |at: usize| moments.get(at).map_or(0.0, |m| m.data[i]);
-        let (new, of) = optimizer::update(optimizer, *p, grad.data[i] * scale, [moment(0), moment(1)], scalars);
+        let (new, of) = optimizer::update(optimizer, *p, grad.data[i] * scale, moment(moments, i), scalars, trust);
         *p = new;
         moments.iter_mut().zip(of).for_each(|(m, new)| m.data[i] = new);
     }

@@ -329,20 +329,37 @@ impl<'a> ProgramRun<'a> {
                 let norm = self.read(rank, src, m)[0].sqrt();
                 self.write(rank, dst, m, &[scalars.gradient_scale(norm)]);
             }
-            Instr::Update { state, grad, moments, param, scale } => {
+            Instr::TrustSums { state, grad, moments, scale, dst } => {
+                let scale = scale.map_or(1.0, |b| self.read(rank, b, m)[0]);
+                let (values, grad) = (self.read(rank, *state, m), self.read(rank, *grad, m));
+                let of: Vec<Vec<f64>> = moments.iter().map(|&b| self.read(rank, b, m)).collect();
+                let mut sums = vec![0.0; (self.buffer(rank, *dst).bytes / self.buffer(rank, *dst).dtype.size()) as usize];
+                for (member, range, pulled) in self.parts(rank, *state) {
+                    let scalars = if pulled { *scalars } else { scalars.without_decay() };
+                    for i in range {
+                        let moment = |at: usize| of.get(at).map_or(0.0, |m| m[i]);
+                        let terms = optimizer::trust_terms(values[i], grad[i] * scale, [moment(0), moment(1)], &scalars);
+                        terms.iter().enumerate().for_each(|(at, term)| sums[2 * member + at] += term);
+                    }
+                }
+                self.write(rank, *dst, m, &sums);
+            }
+            Instr::Update { state, grad, moments, param, scale, trust } => {
                 let scale = scale.map_or(1.0, |b| self.read(rank, b, m)[0]);
                 if skips(scale) {
                     return;
                 }
+                let trust = trust.map(|b| self.read(rank, b, m));
                 let grad = self.read(rank, *grad, m);
                 let mut values = self.read(rank, *state, m);
                 let mut of: Vec<Vec<f64>> = moments.iter().map(|&b| self.read(rank, b, m)).collect();
-                for (range, pulled) in self.stretches(rank, *state) {
+                for (member, range, pulled) in self.parts(rank, *state) {
                     let scalars = if pulled { *scalars } else { scalars.without_decay() };
+                    let trust = trust.as_ref().map_or(1.0, |sums| optimizer::trust_ratio([sums[2 * member], sums[2 * member + 1]]));
                     for i in range {
                         let moment = |at: usize| of.get(at).map_or(0.0, |m| m[i]);
                         let Some(optimizer) = self.program.optimizer else { continue };
-                        let (new, next) = optimizer::update(optimizer, values[i], grad[i] * scale, [moment(0), moment(1)], &scalars);
+                        let (new, next) = optimizer::update(optimizer, values[i], grad[i] * scale, [moment(0), moment(1)], &scalars, trust);
                         values[i] = new;
                         of.iter_mut().zip(next).for_each(|(m, new)| m[i] = new);
                     }
@@ -354,17 +371,13 @@ impl<'a> ProgramRun<'a> {
         }
     }
 
-    /// The elements of a rank's flat buffer, and whether weight decay pulls them.
-    fn stretches(&self, rank: u64, state: BufferId) -> Vec<(Range<usize>, bool)> {
+    /// The elements of a rank's flat buffer by member of its bucket, and whether weight decay pulls them.
+    fn parts(&self, rank: u64, state: BufferId) -> Vec<(usize, Range<usize>, bool)> {
         let buffer = self.buffer(rank, state);
-        let len = buffer.bytes / buffer.dtype.size();
-        match buffer.content {
-            Content::Flat { bucket, pieces, .. } => {
-                let start = self.program.mesh.position(self.local(rank), pieces) * len;
-                self.stage(rank).buckets[bucket].stretches(start, len, |p| self.decays[p])
-            }
-            _ => vec![(0..len as usize, true)],
-        }
+        let Content::Flat { bucket, pieces, .. } = buffer.content else { return Vec::new() };
+        let (len, bucket) = (buffer.bytes / buffer.dtype.size(), &self.stage(rank).buckets[bucket]);
+        let start = self.program.mesh.position(self.local(rank), pieces) * len;
+        bucket.parts(start, len).into_iter().map(|(at, range)| (at, range, self.decays[bucket.members[at].param])).collect()
     }
 
     fn stage_index(&self, rank: u64) -> usize {
@@ -415,7 +428,7 @@ impl<'a> ProgramRun<'a> {
             Content::Value { sharding, .. } => sharding.clone(),
             &Content::Member { bucket, param, .. } => self.member(rank, bucket, param).map_or_else(|| Sharding::replicated(0), |(_, s)| s),
             Content::Flat { .. } => Sharding::replicated(1),
-            Content::Scalar(_) | Content::Scratch => Sharding::replicated(0),
+            Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => Sharding::replicated(0),
         }
     }
     fn local_type(&self, ty: &crate::graph::Type, sharding: &Sharding) -> LocalType {
@@ -428,7 +441,7 @@ impl<'a> ProgramRun<'a> {
             Content::Value { value, .. } => &self.graph.values[*value].ty,
             Content::Member { param, .. } => &self.graph.values[self.graph.params[*param].value].ty,
             Content::Flat { .. } => return Tensor::dense(&[data.len() as u64], data),
-            Content::Scalar(_) | Content::Scratch => return Tensor::dense(&[], data),
+            Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => return Tensor::dense(&[], data),
         };
         let local = self.local_type(ty, &self.sharding(rank, id));
         Tensor { dims: local.dims, layout: local.layout, data }

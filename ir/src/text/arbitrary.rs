@@ -298,7 +298,7 @@ pub fn sharded(graph: &Graph, size: usize, rng: &mut Rng) -> Sharded {
     Sharded { mesh, padded, forms, body }
 }
 
-const INSTRS: u64 = 14;
+const INSTRS: u64 = 15;
 
 fn instr(kind: u64, graph: &Graph, mesh: &Mesh, rng: &mut Rng) -> Instr {
     let buf = |rng: &mut Rng| BufferId(rng.below(40) as u32);
@@ -329,7 +329,15 @@ fn instr(kind: u64, graph: &Graph, mesh: &Mesh, rng: &mut Rng) -> Instr {
         7 => Instr::AddInto { src: buf(rng), dst: buf(rng) },
         8 => Instr::SquareSum { src: buf(rng), dst: buf(rng), once: axes(mesh, rng) },
         9 => Instr::ClipScale { src: buf(rng), dst: buf(rng) },
-        10 => Instr::Update { state: buf(rng), grad: buf(rng), moments: rng.vec(2, buf), param: rng.some(buf), scale: rng.some(buf) },
+        10 => Instr::Update {
+            state: buf(rng),
+            grad: buf(rng),
+            moments: rng.vec(2, buf),
+            param: rng.some(buf),
+            scale: rng.some(buf),
+            trust: rng.some(buf),
+        },
+        13 => Instr::TrustSums { state: buf(rng), grad: buf(rng), moments: rng.vec(2, buf), scale: rng.some(buf), dst: buf(rng) },
         11 => Instr::Copy { src: buf(rng), dst: buf(rng) },
         12 => Instr::Record(EventId(rng.below(9) as u32)),
         _ => Instr::Wait(EventId(rng.below(9) as u32)),
@@ -339,11 +347,12 @@ fn instr(kind: u64, graph: &Graph, mesh: &Mesh, rng: &mut Rng) -> Instr {
 fn buffer(graph: &Graph, mesh: &Mesh, rng: &mut Rng) -> Buffer {
     let bucket = BucketId(rng.below(9) as u32);
     let role = *rng.pick(&Role::ALL);
-    let content = match rng.below(5) {
+    let content = match rng.below(6) {
         0 if !graph.params.is_empty() => Content::Member { bucket, role, param: ParamId(rng.below(graph.params.len() as u64) as u32) },
         0 | 1 => Content::Flat { bucket, role, pieces: axes(mesh, rng) },
         2 => Content::Scalar(*rng.pick(&Scalar::ALL)),
         3 => Content::Scratch,
+        4 => Content::Trust { bucket },
         _ => Content::Value { value: ValueId(rng.below(graph.values.len() as u64) as u32), sharding: sharding(mesh, rng) },
     };
     let (slots, slot_stride) = if rng.coin() { (1, 0) } else { (rng.number(), rng.number()) };

@@ -167,13 +167,16 @@ impl Reader<'_> {
         if p.take_word("scratch") {
             return Ok(Content::Scratch);
         }
+        if p.take_word("trust") {
+            return Ok(Content::Trust { bucket: p.id("bucket", "a bucket (`bucket0`)").map(BucketId)? });
+        }
         if p.take_word("scalar") {
             return named(p, "scalar", Scalar::from_name, &Scalar::ALL.map(Scalar::name)).map(Content::Scalar);
         }
         let at = p.at();
-        let word = p.any_word("a value, a role of a bucket, `scalar` or `scratch`")?;
+        let word = p.any_word("a value, a role of a bucket, `scalar`, `trust` or `scratch`")?;
         let Some(role) = Role::from_name(word) else {
-            let known: Vec<&str> = Role::ALL.map(Role::name).into_iter().chain(["scalar", "scratch"]).collect();
+            let known: Vec<&str> = Role::ALL.map(Role::name).into_iter().chain(["scalar", "trust", "scratch"]).collect();
             return Err(p.unknown(at, "content", word, &known));
         };
         let bucket = p.id("bucket", "a bucket (`bucket0`)").map(BucketId)?;
@@ -251,6 +254,16 @@ impl Reader<'_> {
                 let (src, dst) = copy(p)?;
                 Instr::ClipScale { src, dst }
             }
+            "trust_sums" => {
+                let state = buffer_id(p)?;
+                p.word("grad")?;
+                let grad = buffer_id(p)?;
+                p.word("moments")?;
+                let moments = buffers(p)?;
+                let scale = if p.take_word("scale") { Some(buffer_id(p)?) } else { None };
+                p.arrow()?;
+                Instr::TrustSums { state, grad, moments, scale, dst: buffer_id(p)? }
+            }
             "update" => {
                 let state = buffer_id(p)?;
                 p.word("grad")?;
@@ -259,7 +272,8 @@ impl Reader<'_> {
                 let moments = buffers(p)?;
                 let param = if p.take_word("param") { Some(buffer_id(p)?) } else { None };
                 let scale = if p.take_word("scale") { Some(buffer_id(p)?) } else { None };
-                Instr::Update { state, grad, moments, param, scale }
+                let trust = if p.take_word("trust") { Some(buffer_id(p)?) } else { None };
+                Instr::Update { state, grad, moments, param, scale, trust }
             }
             "record" => Instr::Record(p.id("ev", "an event (`ev0`)").map(EventId)?),
             "wait" => Instr::Wait(p.id("ev", "an event (`ev0`)").map(EventId)?),
@@ -310,7 +324,8 @@ impl Reader<'_> {
     }
 }
 
-const INSTRUCTIONS: [&str; 15] = [
+const INSTRUCTIONS: [&str; 16] = [
+    "trust_sums",
     "run",
     "input",
     "slice",

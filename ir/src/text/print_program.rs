@@ -122,6 +122,7 @@ impl Printer<'_> {
                 self.write(format_args!("{} {bucket} {}", role.name(), self.spelling.param(*param)));
             }
             Content::Scalar(scalar) => self.write(format_args!("scalar {}", scalar.name())),
+            Content::Trust { bucket } => self.write(format_args!("trust {bucket}")),
             Content::Scratch => self.out.put("scratch"),
         }
         self.write(format_args!(" {} {} bytes at {}", buffer.dtype.name(), buffer.bytes, buffer.offset));
@@ -193,7 +194,15 @@ impl Printer<'_> {
                 self.write(format_args!(" {src} -> {dst}"));
             }
             Instr::ClipScale { src, dst } => self.write(format_args!("clip_scale {src} -> {dst}")),
-            Instr::Update { state, grad, moments, param, scale } => {
+            Instr::TrustSums { state, grad, moments, scale, dst } => {
+                self.write(format_args!("trust_sums {state} grad {grad} moments "));
+                self.buffers(moments);
+                if let Some(scale) = scale {
+                    self.write(format_args!(" scale {scale}"));
+                }
+                self.write(format_args!(" -> {dst}"));
+            }
+            Instr::Update { state, grad, moments, param, scale, trust } => {
                 self.write(format_args!("update {state} grad {grad} moments "));
                 self.buffers(moments);
                 if let Some(param) = param {
@@ -201,6 +210,9 @@ impl Printer<'_> {
                 }
                 if let Some(scale) = scale {
                     self.write(format_args!(" scale {scale}"));
+                }
+                if let Some(trust) = trust {
+                    self.write(format_args!(" trust {trust}"));
                 }
             }
             Instr::Record(event) => self.write(format_args!("record {event}")),

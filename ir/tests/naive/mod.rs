@@ -241,6 +241,10 @@ impl<'a> Lowering<'a> {
         let elems = (end + 3).next_multiple_of(self.mesh.size(dp) * 8);
         let bucket = self.stages[index].program.buckets.push(Bucket { members: members.clone(), elems, partial, tied });
         let compute = self.graph.values[self.graph.params[params[0]].value].ty.dtype;
+        if self.shape.optimizer.trusts() {
+            let dtype = compute.accumulator();
+            self.buffer(index, Content::Trust { bucket }, dtype, 2 * members.len() as u64 * dtype.size(), 1);
+        }
         let cut = |zero: u8, this: &Self| if this.zero(partial) >= zero { dp } else { AxisSet::EMPTY };
         let moments = [Role::Moment1, Role::Moment2].into_iter().take(self.shape.optimizer.moments()).map(|r| (r, 1));
         let master = (compute != compute.accumulator()).then_some((Role::Master, 1));
@@ -501,7 +505,16 @@ impl<'a> Lowering<'a> {
             let compute = self.graph.values[self.graph.params[row.members[0].param].value].ty.dtype;
             let (state, param_too) =
                 if compute == compute.accumulator() { (param, None) } else { (self.find(stage, &flat(Role::Master), false), Some(param)) };
-            self.issue(stage, 3, Stream::Compute, Instr::Update { state, grad, moments, param: param_too, scale: Some(clip) });
+            let scale = Some(clip);
+            let trust = self.shape.optimizer.trusts().then(|| self.find(stage, &Content::Trust { bucket: *bucket }, false));
+            if let Some(dst) = trust {
+                self.issue(stage, 3, Stream::Compute, Instr::TrustSums { state, grad, moments: moments.clone(), scale, dst });
+                let split = row.members[0].sharding.used().union(pieces);
+                if !split.is_empty() {
+                    self.issue(stage, 3, Stream::Compute, collective(Pattern::AllReduce, split, &[], dst, dst));
+                }
+            }
+            self.issue(stage, 3, Stream::Compute, Instr::Update { state, grad, moments, param: param_too, scale, trust });
             if zero == 1 || zero == 2 {
                 let whole = self.find(stage, &Content::Flat { bucket: *bucket, role: Role::Param, pieces: none }, false);
                 self.cross(stage, 3, Stream::Compute, Stream::Comm);

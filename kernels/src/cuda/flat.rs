@@ -69,6 +69,7 @@ pub fn update(u: &Update<'_>) -> Routine {
         Optimizer::AdamW => (true, false),
         Optimizer::Adam => (true, true),
         Optimizer::Sgd => (false, false),
+        Optimizer::Lamb => unreachable!("refused when loaded"),
     };
     let param = u.param.unwrap_or(u.state);
     let moments = u.optimizer.moments();

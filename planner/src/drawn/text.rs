@@ -74,7 +74,7 @@ const KEYS: [Key; 30] = [
         "keep or again, one for all layers or for each",
     ),
     ("compute", |c| c.compute.name().into(), |c, t| name(&mut c.compute, DType::from_name(t)), "f64, bf16 or f16"),
-    ("optimizer", |c| c.optimizer.name().into(), |c, t| name(&mut c.optimizer, Optimizer::from_name(t)), "adamw, adam or sgd"),
+    ("optimizer", |c| c.optimizer.name().into(), |c, t| name(&mut c.optimizer, Optimizer::from_name(t)), "adamw, adam, sgd or lamb"),
     (
         "clip",
         |c| switch_name(c.clip == Clip::GlobalNorm),

@@ -3,7 +3,7 @@
 //! | region | buffers |
 //! |---|---|
 //! | scalars | loss, squared norm, clip factor |
-//! | states | every role of every bucket that is not offloaded, whole or this rank's piece |
+//! | states | every role of every bucket that is not offloaded, whole or this rank's piece; the sums of trust ratios |
 //! | frames | of each virtual stage: what its layers keep of a micro-batch, one slot for each in flight; what they hold between the halves of a backward pass |
 //! | boundary | two cotangents handed down layer by layer; two turns of every message |
 //! | workspace | of one layer: forms of both passes, and scratch; all layers begin at the same place |
@@ -40,6 +40,8 @@ pub(super) struct Home {
     pub own_param: BufferId,
     /// The same of the gradients.
     pub own_grad: BufferId,
+    /// Sums that the trust ratios of its parameters are of, where the optimizer has any.
+    pub trust: Option<BufferId>,
     members: Members,
 }
 
@@ -178,6 +180,9 @@ impl Arena {
                     }
                 };
                 let (own_param, own_grad) = (own(Role::Param), own(Role::Grad));
+                let sums = memory::trust_bytes(size.members, types);
+                let trust = (sums > 0).then(|| self.buffer(Content::Trust { bucket: id }, types.dtype(Role::Master), sums, at));
+                at += align(sums);
                 let mut members = Members::new();
                 for role in [Role::Param, Role::Grad].into_iter().filter(|&r| stage.pieces(r, zero, data).is_empty()) {
                     self.members(stage, id, role, self.program.buffers[roles[&role]].offset, &mut members);
@@ -196,6 +201,7 @@ impl Arena {
                     staged: BTreeMap::new(),
                     own_param,
                     own_grad,
+                    trust,
                     members,
                 });
             }

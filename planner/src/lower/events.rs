@@ -62,8 +62,12 @@ fn accesses(instr: &Instr, mut on: impl FnMut(BufferId, Access)) {
             on(*src, Access::Read);
             on(*dst, Access::Write);
         }
-        Instr::Update { state, grad, moments, param, scale } => {
-            [grad].into_iter().chain(scale).for_each(|&b| on(b, Access::Read));
+        Instr::TrustSums { state, grad, moments, scale, dst } => {
+            [state, grad].into_iter().chain(moments).chain(scale).for_each(|&b| on(b, Access::Read));
+            on(*dst, Access::Write);
+        }
+        Instr::Update { state, grad, moments, param, scale, trust } => {
+            [grad].into_iter().chain(scale).chain(trust).for_each(|&b| on(b, Access::Read));
             [state].into_iter().chain(moments).chain(param).for_each(|&b| on(b, Access::Write));
         }
         Instr::Record(_) | Instr::Wait(_) => {}

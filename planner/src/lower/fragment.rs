@@ -137,7 +137,7 @@ impl Fragment {
 impl FragmentBucket {
     pub fn size(&self, graph: &Graph, mesh: &Mesh, padded: &Padded) -> BucketSize {
         let elems = self.members.iter().map(|m| m.elems(graph, mesh, padded)).sum();
-        BucketSize { elems, partial: self.partial, spread: self.axes.and(mesh.data()), tied: self.tied }
+        BucketSize { elems, partial: self.partial, axes: self.axes, members: self.members.len() as u64, tied: self.tied }
     }
 }
 

@@ -10,6 +10,9 @@
 //! States that are offloaded come in and go out on the copy stream: those of the first two buckets come in at the start of the update, those of the next but one when
 //! their turn of the ring is free.
 //!
+//! LAMB's update comes in two halves: sums over this rank's elements of each parameter and of its direction, which are added over the axes that cut the parameters
+//! up and no others (ranks that hold the same elements have the same sums, all homes of a tied parameter too), then the step.
+//!
 //! Where only pieces are summed, what is still pending over tensor-parallel axes comes at the start of the update: the compute stream, on which those ranks
 //! talk, would else wait for the scatter in the midst of the backward pass. A parameter with homes on several stages is summed over them there too: every stage
 //! has then done all its passes, so nobody waits in the midst of them. It counts once in the norm, at its first home, and all homes make the same update.
@@ -67,9 +70,13 @@ pub(super) fn update(body: &mut Body<'_>) {
         let at = |role: Role| home.staged.get(&role).or(home.roles.get(&role)).copied();
         let state = if types.master() == Role::Param { Some(home.own_param) } else { at(types.master()) };
         let param = (types.master() != Role::Param).then_some(home.own_param);
-        let moments = [Role::Moment1, Role::Moment2].into_iter().filter_map(at).collect();
-        let state = state.unwrap_or(home.own_param);
-        body.issue(Stream::Compute, Instr::Update { state, grad: home.own_grad, moments, param, scale });
+        let moments: Vec<BufferId> = [Role::Moment1, Role::Moment2].into_iter().filter_map(at).collect();
+        let (state, grad, trust) = (state.unwrap_or(home.own_param), home.own_grad, home.trust);
+        if let Some(dst) = trust {
+            body.issue(Stream::Compute, Instr::TrustSums { state, grad, moments: moments.clone(), scale, dst });
+            body.flat(Pattern::AllReduce, split(arena, home), dst, dst);
+        }
+        body.issue(Stream::Compute, Instr::Update { state, grad, moments, param, scale, trust });
         if !home.staged.is_empty() {
             home.staged.iter().for_each(|(role, &src)| body.issue(Stream::Copy, Instr::Copy { src, dst: home.roles[role] }));
             offloaded.next().into_iter().for_each(|next| copy_in(body, next));
@@ -117,15 +124,19 @@ fn norm(body: &mut Body<'_>) -> Option<BufferId> {
     for home in &arena.homes {
         let bucket = bucket(arena, home);
         if bucket.tied.first().is_none_or(|&first| first == stage.index) {
-            let pieces = if home.zero.0 == 0 { AxisSet::EMPTY } else { home.data };
-            let varies = bucket.members[0].sharding.sharded().union(pieces);
-            body.issue(Stream::Compute, Instr::SquareSum { src: home.own_grad, dst: norm, once: stage.axes().minus(varies) });
+            body.issue(Stream::Compute, Instr::SquareSum { src: home.own_grad, dst: norm, once: stage.axes().minus(split(arena, home)) });
         }
     }
     let stages = if stage.stages() > 1 { (0..stage.stages()).collect() } else { Vec::new() };
     body.flat_across(Pattern::AllReduce, stage.axes(), stages, norm, norm);
     body.issue(Stream::Compute, Instr::ClipScale { src: norm, dst: scale });
     Some(scale)
+}
+
+/// The axes over which ranks update different elements of a home's parameters.
+fn split(arena: &Arena, home: &Home) -> AxisSet {
+    let pieces = if home.zero.0 == 0 { AxisSet::EMPTY } else { home.data };
+    bucket(arena, home).members[0].sharding.sharded().union(pieces)
 }
 
 fn bucket<'a>(arena: &'a Arena, home: &Home) -> &'a Bucket {

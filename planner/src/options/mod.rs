@@ -163,7 +163,7 @@ impl Blueprint {
         let variants = (0..COUNT).filter(|&v| recompute.contains(&VARIANTS[v].0));
         let found = variants.flat_map(|variant| labels::pareto(&stages, variant, |cost| net.rates.measure(cost, Compare::Passes)));
         let trades = trades(found.map(|(_, measure, _)| measure.way()));
-        let bucket = |(spread, elems)| BucketSize { elems, partial: AxisSet::EMPTY, spread, tied: false };
+        let bucket = |(spread, elems)| BucketSize { elems, partial: AxisSet::EMPTY, axes: spread, members: 0, tied: false };
         (trades, net.least_stored().into_iter().map(bucket).collect())
     }
 
@@ -202,8 +202,11 @@ fn buckets(pricing: &Pricing<'_>, stored: &[(ParamId, Sharding, AxisSet)], tied:
         let elems = local_type(ty, sharding, &pricing.padded, &pricing.mesh).elems();
         let (axes, tied, partial) = (sharding.sharded(), tied(*param), partial.and(pricing.mesh.tp()));
         match found.iter_mut().find(|(a, b)| !b.tied && !tied && (*a, b.partial) == (axes, partial)) {
-            Some((_, bucket)) => bucket.elems += elems,
-            None => found.push((axes, BucketSize { elems, partial, spread: axes.and(pricing.mesh.data()), tied })),
+            Some((_, bucket)) => {
+                bucket.elems += elems;
+                bucket.members += 1;
+            }
+            None => found.push((axes, BucketSize { elems, partial, axes, members: 1, tied })),
         }
     }
     found.into_iter().map(|(_, bucket)| bucket).collect()

@@ -141,7 +141,7 @@ fn least_buckets<'a>(offers: impl Iterator<Item = &'a LayerOption>) -> Vec<Bucke
             Some(least) => least.into_iter().filter_map(|(spread, elems)| Some((spread, elems.min(*own.get(&spread)?)))).collect(),
         });
     }
-    let bucket = |(spread, elems)| BucketSize { elems, partial: AxisSet::EMPTY, spread, tied: false };
+    let bucket = |(spread, elems)| BucketSize { elems, partial: AxisSet::EMPTY, axes: spread, members: 0, tied: false };
     least.unwrap_or_default().into_iter().map(bucket).collect()
 }
 
@@ -268,14 +268,14 @@ fn offer(dice: &mut Dice, shape: Shape, width: u64, size: u64, tied: bool) -> Of
     let first: AxisSet = mesh.tp().iter().take(1).collect();
     let partial = if dice.one_in(3) { first } else { AxisSet::EMPTY };
     let split = shape.cp * if dice.one_in(2) { shape.tp } else { 1 };
-    let mut buckets = vec![BucketSize { elems: size.div_ceil(split), partial, spread: AxisSet::EMPTY, tied: false }];
+    let mut buckets = vec![BucketSize { elems: size.div_ceil(split), partial, axes: AxisSet::EMPTY, members: 1, tied: false }];
     if !mesh.ep().is_empty() && dice.one_in(2) {
-        buckets.push(BucketSize { elems: dice.within(1, 2000) / shape.ep, partial, spread: mesh.ep(), tied: false });
+        buckets.push(BucketSize { elems: dice.within(1, 2000) / shape.ep, partial, axes: mesh.ep(), members: 1, tied: false });
     }
     let cut = if dice.one_in(2) { first } else { AxisSet::EMPTY };
     if tied {
         let elems = 2000 / if cut.is_empty() { 1 } else { shape.tp };
-        buckets.push(BucketSize { elems, partial: AxisSet::EMPTY, spread: AxisSet::EMPTY, tied: true });
+        buckets.push(BucketSize { elems, partial: AxisSet::EMPTY, axes: AxisSet::EMPTY, members: 1, tied: true });
     }
     let talk = if shape.tp * shape.cp > 1 { dice.within(0, width * shape.micro_batch) } else { 0 };
     let forward = width * shape.micro_batch / split + talk + dice.within(20, 100);

@@ -49,7 +49,7 @@ pub fn hyper(args: &Args, file: &PlanFile, step: u64) -> Hyper {
         Clip::GlobalNorm => args.clip,
     };
     let (beta1, beta2) = match file.plan.optimizer {
-        Optimizer::AdamW | Optimizer::Adam | Optimizer::Sgd => args.betas,
+        Optimizer::AdamW | Optimizer::Adam | Optimizer::Sgd | Optimizer::Lamb => args.betas,
     };
     Hyper { lr, beta1, beta2, eps: args.eps, weight_decay: args.weight_decay, momentum: args.momentum, clip }
 }

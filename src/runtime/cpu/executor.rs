@@ -10,7 +10,7 @@ use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use dplan_ir::dtype::DType;
-use dplan_ir::optimizer::StepScalars;
+use dplan_ir::optimizer::{StepScalars, trust_ratio};
 use dplan_ir::program::Stream;
 use dplan_ir::splitmix;
 use dplan_kernels::cpu::block::{Block, BlockMut};
@@ -203,6 +203,7 @@ impl<'w> Executor<'w> {
             | Action::AddInto { .. }
             | Action::SquareSum { .. }
             | Action::ClipScale { .. }
+            | Action::TrustSums { .. }
             | Action::Update { .. } => None,
         };
         let (segment, at) = code.origins[item.action as usize];
@@ -307,8 +308,38 @@ impl<'w> Executor<'w> {
                 put_scalar(write(dst), scalar(read(dst)) + sum);
             }
             Action::ClipScale { src, dst } => put_scalar(write(dst), scalars.gradient_scale(scalar(read(src)).sqrt())),
-            Action::Update { optimizer, state, grad, moments, param, scale, stretches } => {
+            Action::TrustSums { state, grad, moments: [m, v], scale, stretches, trust } => {
                 let scale = scale.as_ref().map_or(1.0, |s| scalar(read(s)));
+                let sums = write(&trust.sums);
+                match (read(state), read(grad), read(m), read(v), sums) {
+                    (Block::F32(p), Block::F32(g), Block::F32(m), Block::F32(v), BlockMut::F32(sums)) => {
+                        sums.fill(0.0);
+                        flat::trust_sums(stretches, p, g, [m, v], scale, scalars, |at, terms| {
+                            let at = 2 * trust.members[at];
+                            sums[at..at + 2].iter_mut().zip(terms).for_each(|(sum, term)| *sum = term as f32);
+                        });
+                    }
+                    (Block::F64(p), Block::F64(g), Block::F64(m), Block::F64(v), BlockMut::F64(sums)) => {
+                        sums.fill(0.0);
+                        flat::trust_sums(stretches, p, g, [m, v], scale, scalars, |at, terms| {
+                            let at = 2 * trust.members[at];
+                            sums[at..at + 2].copy_from_slice(&terms);
+                        });
+                    }
+                    _ => unreachable!("refused when loaded"),
+                }
+            }
+            Action::Update { optimizer, state, grad, moments, param, scale, stretches, trust } => {
+                let scale = scale.as_ref().map_or(1.0, |s| scalar(read(s)));
+                let ratio = |stretch: usize| {
+                    let Some(trust) = trust else { return 1.0 };
+                    let at = 2 * trust.members[stretch];
+                    trust_ratio(match read(&trust.sums) {
+                        Block::F32(sums) => [f64::from(sums[at]), f64::from(sums[at + 1])],
+                        Block::F64(sums) => [sums[at], sums[at + 1]],
+                        Block::I32(_) | Block::Bf16(_) | Block::F16(_) => unreachable!("refused when loaded"),
+                    })
+                };
                 match (write(state), read(grad)) {
                     (BlockMut::F32(state), Block::F32(grad)) => {
                         let moment = |i: usize| match moments.get(i).map(write) {
@@ -316,7 +347,7 @@ impl<'w> Executor<'w> {
                             None => Default::default(),
                             Some(BlockMut::F64(_) | BlockMut::I32(_) | BlockMut::Bf16(_) | BlockMut::F16(_)) => unreachable!("refused when loaded"),
                         };
-                        flat::update(*optimizer, stretches, state, grad, [moment(0), moment(1)], scale, scalars);
+                        flat::update(*optimizer, stretches, state, grad, [moment(0), moment(1)], scale, scalars, ratio);
                         match param.as_ref().map(write) {
                             Some(BlockMut::Bf16(param)) => param.convert_from_f32_slice(state),
                             Some(BlockMut::F16(param)) => param.convert_from_f32_slice(state),
@@ -330,7 +361,7 @@ impl<'w> Executor<'w> {
                             None => Default::default(),
                             Some(BlockMut::F32(_) | BlockMut::I32(_) | BlockMut::Bf16(_) | BlockMut::F16(_)) => unreachable!("refused when loaded"),
                         };
-                        flat::update(*optimizer, stretches, state, grad, [moment(0), moment(1)], scale, scalars);
+                        flat::update(*optimizer, stretches, state, grad, [moment(0), moment(1)], scale, scalars, ratio);
                     }
                     _ => unreachable!("refused when loaded"),
                 }

@@ -80,13 +80,29 @@ pub enum Action {
         /// Receives the result, rounded.
         param: Option<Slot>,
         scale: Option<Slot>,
-        /// All elements, and whether weight decay pulls them.
+        /// All elements, and whether weight decay pulls them; by parameter, if there are trust ratios.
         stretches: Vec<(Range<usize>, bool)>,
+        trust: Option<Trust>,
+    },
+    TrustSums {
+        state: Slot,
+        grad: Slot,
+        moments: [Slot; 2],
+        scale: Option<Slot>,
+        stretches: Vec<(Range<usize>, bool)>,
+        trust: Trust,
     },
     Record,
     Wait,
     /// Another rank's business.
     Nothing,
+}
+
+/// Where the sums of trust ratios are, and which of them each stretch has: numbers of members.
+#[derive(Debug)]
+pub struct Trust {
+    pub sums: Slot,
+    pub members: Vec<usize>,
 }
 
 /// One issue of an action.
@@ -299,7 +315,16 @@ impl Loader<'_> {
                 }
             }
             Instr::ClipScale { src, dst } => Action::ClipScale { src: self.float(*src)?, dst: self.float(*dst)? },
-            Instr::Update { state: at, grad, moments, param, scale } => {
+            Instr::TrustSums { state: at, grad, moments, scale, dst } => {
+                let (state, grad) = (self.float(*at)?, self.float(*grad)?);
+                let [m, v] = moments[..] else { return Err(format!("{} moments, not 2", moments.len())) };
+                let moments = [self.float(m)?, self.float(v)?];
+                self.same(&[&[state, grad], &moments[..]].concat())?;
+                let (members, stretches) = self.view.parts(*at, |p| self.decays[p])?;
+                let trust = self.trust(*dst, members)?;
+                Action::TrustSums { state, grad, moments, scale: scale.map(|s| self.float(s)).transpose()?, stretches, trust }
+            }
+            Instr::Update { state: at, grad, moments, param, scale, trust } => {
                 let optimizer = program.optimizer.ok_or("the program has no optimizer")?;
                 let (state, grad) = (self.float(*at)?, self.float(*grad)?);
                 let moments = moments.iter().map(|&m| self.float(m)).collect::<Result<Vec<_>, _>>()?;
@@ -311,8 +336,17 @@ impl Loader<'_> {
                 if let Some(param) = param.filter(|p| p.elems() != state.elems()) {
                     return Err(format!("{} parameters of {} states", param.elems(), state.elems()));
                 }
-                let stretches = self.view.stretches(*at, |p| self.decays[p])?;
-                Action::Update { optimizer, state, grad, moments, param, scale: scale.map(|s| self.float(s)).transpose()?, stretches }
+                if optimizer.trusts() != trust.is_some() {
+                    return Err(format!("{} with sums of trust ratios, or one that has them without", optimizer.name()));
+                }
+                let (trust, stretches) = match trust {
+                    None => (None, self.view.stretches(*at, |p| self.decays[p])?),
+                    Some(sums) => {
+                        let (members, stretches) = self.view.parts(*at, |p| self.decays[p])?;
+                        (Some(self.trust(*sums, members)?), stretches)
+                    }
+                };
+                Action::Update { optimizer, state, grad, moments, param, scale: scale.map(|s| self.float(s)).transpose()?, stretches, trust }
             }
             Instr::Record(event) | Instr::Wait(event) if event.0 >= self.view.of_stage().events => return Err(format!("{event} does not exist")),
             Instr::Record(_) => Action::Record,
@@ -365,6 +399,13 @@ impl Loader<'_> {
         Action::Meet { communicator, member, work, src, dst }
     }
 
+    fn trust(&self, sums: BufferId, members: Vec<usize>) -> Result<Trust, String> {
+        let sums = self.float(sums)?;
+        match members.iter().find(|&&at| 2 * at as u64 + 2 > sums.elems() as u64) {
+            Some(at) => Err(format!("no sums of trust ratios for member {at}")),
+            None => Ok(Trust { sums, members }),
+        }
+    }
     fn rank(&self, stage: usize, local_rank: u64) -> usize {
         stage * self.view.program.mesh.ranks() as usize + local_rank as usize
     }

@@ -112,7 +112,7 @@ fn data_parallel(graph: &Graph) -> Program {
         Instr::SquareSum { src: grad, dst: norm, once: dp },
         reduce(norm),
         Instr::ClipScale { src: norm, dst: clip },
-        Instr::Update { state: flats[0].0, grad, moments: vec![flats[2].0, flats[3].0], param: None, scale: Some(clip) },
+        Instr::Update { state: flats[0].0, grad, moments: vec![flats[2].0, flats[3].0], param: None, scale: Some(clip), trust: None },
     ];
     let update = l.segment(SegmentKind::Update, update.map(|i| (Stream::Compute, i)).to_vec());
     let calls = [(begin, 0), (forward, 0), (forward, 1), (first, 0), (last, 1), (update, 0)];

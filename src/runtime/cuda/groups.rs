@@ -36,6 +36,7 @@ impl Family {
             | Instr::AddInto { .. }
             | Instr::SquareSum { .. }
             | Instr::ClipScale { .. }
+            | Instr::TrustSums { .. }
             | Instr::Update { .. }
             | Instr::Record(_)
             | Instr::Wait(_) => None,

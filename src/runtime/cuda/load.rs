@@ -228,7 +228,10 @@ fn action(of: &Of<'_>, instr: &Instr) -> Result<Action, String> {
             let (src, dst) = (place(src)?, place(dst)?);
             run(flat::clip_scale(src.dtype, dst.dtype), vec![src], vec![dst])
         }
-        Instr::Update { state, grad, moments, param, scale } => {
+        Instr::TrustSums { .. } | Instr::Update { trust: Some(_), .. } => {
+            return Err("ranks on GPUs have no kernels for the trust ratios of lamb yet: compile with --optimizer adamw".into());
+        }
+        Instr::Update { state, grad, moments, param, scale, trust: None } => {
             let optimizer = view.program.optimizer.ok_or("the program has no optimizer")?;
             let stretches = view.stretches(*state, |p| of.decays[p])?;
             let stretches: Vec<_> = stretches.into_iter().map(|(r, pulled)| (r.start as u64..r.end as u64, pulled)).collect();

@@ -96,10 +96,12 @@ pub enum Damage {
     OtherAxis,
     /// A dropout draws with the key of another one, and says of its operand and result what fits that.
     WrongKey,
+    DropTrustSums,
+    WithoutTrust,
 }
 
 impl Damage {
-    pub const ALL: [Damage; 66] = [
+    pub const ALL: [Damage; 68] = [
         Damage::DropRun,
         Damage::DropCollective,
         Damage::DropMessage,
@@ -166,6 +168,8 @@ impl Damage {
         Damage::LessHost,
         Damage::OtherAxis,
         Damage::WrongKey,
+        Damage::DropTrustSums,
+        Damage::WithoutTrust,
     ];
 
     /// In words: `drop wait`.
@@ -194,6 +198,11 @@ impl Cut<'_> {
             Damage::DropCopy => self.drop(|i| matches!(i, Instr::Copy { .. })),
             Damage::DropAddInto => self.drop(|i| matches!(i, Instr::AddInto { .. })),
             Damage::DropSquareSum => self.drop(|i| matches!(i, Instr::SquareSum { .. } | Instr::ClipScale { .. })),
+            Damage::DropTrustSums => self.drop(|i| matches!(i, Instr::TrustSums { .. })),
+            Damage::WithoutTrust => self.edit(|i| match i {
+                Instr::Update { trust, .. } => trust.take().is_some(),
+                _ => false,
+            }),
             Damage::DropUpdate => self.drop(|i| matches!(i, Instr::Update { .. })),
             Damage::DropRecord => self.drop(|i| matches!(i, Instr::Record(_))),
             Damage::DropWait => self.drop(|i| matches!(i, Instr::Wait(_))),
@@ -456,7 +465,7 @@ impl Cut<'_> {
                     };
                     true
                 }
-                Content::Value { .. } | Content::Scalar(_) | Content::Scratch => false,
+                Content::Value { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => false,
             }),
             Damage::WrongSharding => self.buffer(|buffer, _| match &mut buffer.content {
                 Content::Value { sharding, .. } => {
@@ -467,7 +476,7 @@ impl Cut<'_> {
                         sharding.dims[at] != sharding.dims[(at + 1) % others]
                     })
                 }
-                Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Scratch => false,
+                Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => false,
             }),
             Damage::WrongPieces => self.buffer(|buffer, _| match &mut buffer.content {
                 Content::Flat { pieces, .. } => match pieces.and(ranked).iter().next() {
@@ -477,7 +486,7 @@ impl Cut<'_> {
                     }
                     None => false,
                 },
-                Content::Value { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Scratch => false,
+                Content::Value { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => false,
             }),
             Damage::ShorterType => self.buffer(|buffer, _| {
                 let was = buffer.dtype;

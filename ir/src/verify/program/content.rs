@@ -41,6 +41,11 @@ pub(super) enum Fact {
         scalar: Scalar,
         sum: u32,
     },
+    /// The sums of a bucket's trust ratios, still to be added over some axes.
+    Trust {
+        bucket: BucketId,
+        pending: AxisSet,
+    },
 }
 
 /// Where a flat buffer lies, and whether it is only this rank's piece (a piece in place is a part of the whole).

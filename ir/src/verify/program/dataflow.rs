@@ -87,7 +87,7 @@ impl<'a> Walk<'a> {
                 let next = known.len() as u32;
                 *known.entry(sharding).or_insert(next)
             }
-            Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Scratch => 0,
+            Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => 0,
         };
         let shardings = stage.buffers.values().map(number).collect();
         let cells = layout.cells();
@@ -278,11 +278,18 @@ impl<'a> Walk<'a> {
                     self.read(src);
                     self.result(dst, value, Write::Add);
                 }
-                Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Scratch => self.add_flat(src, dst),
+                Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => {
+                    self.add_flat(src, dst)
+                }
             },
             &Instr::SquareSum { src, dst, .. } => self.square_sum(src, dst),
             &Instr::ClipScale { src, dst } => self.clip(src, dst),
-            Instr::Update { state, grad, moments, param, scale } => self.update(*state, *grad, moments, *param, *scale),
+            Instr::TrustSums { state, grad, moments, scale, dst } => self.trust_sums(*state, *grad, moments, *scale, *dst),
+            Instr::Update { state, grad, moments, param, scale, trust } => {
+                self.updated(*state, *grad, moments, *scale);
+                trust.iter().for_each(|&sums| self.trusted(sums));
+                self.update(*state, moments, *param);
+            }
             Instr::Record(event) => self.clocks.record(self.stream, event.index()),
             Instr::Wait(event) => self.clocks.wait(self.stream, event.index()),
         }
@@ -295,7 +302,7 @@ impl<'a> Walk<'a> {
                 let axes = self.loss_pending.get(&(self.segment, self.instr)).copied().unwrap_or_default();
                 self.accumulate_scalar(buffer, scalar, value, axes, write);
             }
-            Content::Value { .. } | Content::Flat { .. } | Content::Scratch => {
+            Content::Value { .. } | Content::Flat { .. } | Content::Trust { .. } | Content::Scratch => {
                 let claim = self.claim(buffer);
                 self.put(buffer, claim);
             }
@@ -315,6 +322,7 @@ impl<'a> Walk<'a> {
                 self.put(dst, claim);
             }
             Content::Scalar(scalar) => self.reduce_scalar(scalar, axes, across, src, dst),
+            Content::Trust { bucket } => self.reduce_trust(bucket, axes, src, dst),
             Content::Flat { .. } | Content::Member { .. } | Content::Scratch => self.collective_flat(pattern, axes, across, src, dst),
         }
     }
@@ -336,7 +344,9 @@ impl<'a> Walk<'a> {
     pub fn wrong(&mut self, buffer: BufferId, expected: Fact, found: Fact) {
         let class = match found {
             Fact::State { version: Version::New, .. } => Class::Version,
-            Fact::Garbage | Fact::Zero | Fact::Value { .. } | Fact::State { .. } | Fact::Grad { .. } | Fact::Scalar { .. } => Class::Content,
+            Fact::Garbage | Fact::Zero | Fact::Value { .. } | Fact::State { .. } | Fact::Grad { .. } | Fact::Scalar { .. } | Fact::Trust { .. } => {
+                Class::Content
+            }
         };
         let message = format!("reads {}, but its bytes hold {}", self.show(expected), self.show(found));
         self.fault(class, Some(buffer), message);
@@ -349,7 +359,7 @@ impl<'a> Walk<'a> {
             Content::Value { value, .. } => Fact::Value { value, sharding: self.shardings[buffer], micro_batch: self.micro_batch, base: *base },
             Content::Member { bucket, role, .. } => self.state(buffer, bucket, role, Version::Old),
             Content::Flat { bucket, role, .. } => self.state(buffer, bucket, role, Version::Old),
-            Content::Scalar(_) | Content::Scratch => Fact::Garbage,
+            Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => Fact::Garbage,
         }
     }
 
@@ -362,7 +372,9 @@ impl<'a> Walk<'a> {
         let row = &self.types.stage.buffers[buffer];
         let pieces = match row.content {
             Content::Flat { pieces, .. } if row.piece_axes.is_empty() => pieces,
-            Content::Flat { .. } | Content::Value { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Scratch => AxisSet::EMPTY,
+            Content::Flat { .. } | Content::Value { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => {
+                AxisSet::EMPTY
+            }
         };
         Flat { base: self.slot(buffer).1, pieces }
     }
@@ -474,6 +486,9 @@ impl<'a> Walk<'a> {
                 format!("gradients of {bucket} (beginning at byte {}): {}", flat.base, self.show_sum(sum))
             }
             Fact::Scalar { scalar, sum } => format!("{}: {}", scalar.name(), self.show_sum(sum)),
+            Fact::Trust { bucket, pending } => {
+                format!("trust sums of {bucket}, {}", self.show_pending(Pending { axes: pending, stages: false }))
+            }
         }
     }
 

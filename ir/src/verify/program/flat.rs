@@ -133,7 +133,8 @@ impl Walk<'_> {
         self.put(dst, Fact::Scalar { scalar: Scalar::ClipScale, sum });
     }
 
-    pub fn update(&mut self, state: BufferId, grad: BufferId, moments: &[BufferId], param: Option<BufferId>, scale: Option<BufferId>) {
+    /// What an optimizer step reads: a complete gradient, its factor, states from before the update.
+    pub fn updated(&mut self, state: BufferId, grad: BufferId, moments: &[BufferId], scale: Option<BufferId>) {
         self.end.updates[usize::from(scale.is_none())] += 1;
         self.note_read(grad);
         self.expect_complete(grad);
@@ -151,6 +152,52 @@ impl Walk<'_> {
             if let Some(found) = self.mismatch(buffer, |fact| fact == old) {
                 self.wrong(buffer, old, found);
             }
+        }
+    }
+
+    pub fn trust_sums(&mut self, state: BufferId, grad: BufferId, moments: &[BufferId], scale: Option<BufferId>, dst: BufferId) {
+        self.updated(state, grad, moments, scale);
+        [state].iter().chain(moments).for_each(|&buffer| self.note_read(buffer));
+        let Content::Flat { bucket, pieces, .. } = self.types.stage.buffers[state].content else { return };
+        let split = self.types.stage.buckets[bucket].members.first().map_or(AxisSet::EMPTY, |m| m.sharding.used());
+        let pending = split.union(pieces).and(self.everyone().axes);
+        self.put(dst, Fact::Trust { bucket, pending });
+    }
+
+    /// Sums over exactly the axes that cut the parameters up: ranks that hold the same elements have the same sums.
+    pub fn reduce_trust(&mut self, bucket: BucketId, axes: AxisSet, src: BufferId, dst: BufferId) {
+        let found = self.scalar(src);
+        if self.range(src) != self.range(dst) {
+            self.note_read(src);
+        }
+        self.note_write(dst);
+        let real = axes.and(self.everyone().axes);
+        let result = match found {
+            Fact::Trust { bucket: of, pending } if of == bucket && pending.includes(real) => Fact::Trust { bucket, pending: pending.minus(real) },
+            other => {
+                let message = format!("trust sums of {bucket} are reduced over {}, its bytes hold {}", self.types.axes(axes), self.show(other));
+                self.fault(Class::Norm, Some(src), message);
+                Fact::Garbage
+            }
+        };
+        self.put_unordered(dst, result);
+    }
+
+    /// The sums of trust ratios that an update takes are those of its bucket, over all of its parameters.
+    pub fn trusted(&mut self, sums: BufferId) {
+        let Content::Trust { bucket } = self.types.stage.buffers[sums].content else { return };
+        self.note_read(sums);
+        let found = self.scalar(sums);
+        if found != (Fact::Trust { bucket, pending: AxisSet::EMPTY }) {
+            let message = format!("expected trust sums of {bucket}, fully reduced, its bytes hold {}", self.show(found));
+            self.fault(Class::Norm, Some(sums), message);
+        }
+    }
+
+    /// What an optimizer step writes.
+    pub fn update(&mut self, state: BufferId, moments: &[BufferId], param: Option<BufferId>) {
+        for &buffer in [state].iter().chain(moments) {
+            let Content::Flat { bucket, role, .. } = self.types.stage.buffers[buffer].content else { continue };
             let new = self.state(buffer, bucket, role, Version::New);
             self.put(buffer, new);
         }
@@ -244,7 +291,7 @@ impl Walk<'_> {
             let sum = |fact: Fact| match fact {
                 Fact::Zero => Some(Sum::default()),
                 Fact::Grad { bucket: b, sum, .. } if b == bucket => Some(self.sums.get(sum).clone()),
-                Fact::Grad { .. } | Fact::Garbage | Fact::Value { .. } | Fact::State { .. } | Fact::Scalar { .. } => None,
+                Fact::Grad { .. } | Fact::Garbage | Fact::Value { .. } | Fact::State { .. } | Fact::Scalar { .. } | Fact::Trust { .. } => None,
             };
             let result = match (own, added) {
                 _ if own != rest => Err((dst, (Class::Content, "its pieces differ: it is not one gradient".to_string()))),
@@ -344,7 +391,7 @@ impl Walk<'_> {
             Fact::Zero => role == Role::Grad,
             Fact::Grad { bucket: b, flat, .. } => role == Role::Grad && (b, flat) == (bucket, self.flat(buffer)),
             Fact::State { bucket: b, role: r, flat, .. } => (b, r, flat) == (bucket, role, self.flat(buffer)),
-            Fact::Garbage | Fact::Value { .. } | Fact::Scalar { .. } => false,
+            Fact::Garbage | Fact::Value { .. } | Fact::Scalar { .. } | Fact::Trust { .. } => false,
         };
         if right { Ok(()) } else { Err((Class::Content, format!("expected {} of {bucket}, its bytes hold {}", role.name(), self.show(fact)))) }
     }
@@ -369,7 +416,7 @@ impl Walk<'_> {
                 Fact::State { bucket, role, version, .. } => Fact::State { bucket, role, version, flat },
                 Fact::Grad { bucket, sum, .. } => Fact::Grad { bucket, sum, flat },
                 Fact::Zero => Fact::Zero,
-                Fact::Garbage | Fact::Value { .. } | Fact::Scalar { .. } => Fact::Garbage,
+                Fact::Garbage | Fact::Value { .. } | Fact::Scalar { .. } | Fact::Trust { .. } => Fact::Garbage,
             };
             self.cells[at].set(grid, fact);
         }
@@ -435,7 +482,7 @@ impl Walk<'_> {
         let bucket = match row.content {
             Content::Flat { bucket, .. } => bucket,
             Content::Member { param, .. } => return Some(param),
-            Content::Value { .. } | Content::Scalar(_) | Content::Scratch => return None,
+            Content::Value { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => return None,
         };
         let elem = (self.layout.starts[at] - self.flat(buffer).base) / row.dtype.size();
         let members = &self.types.stage.buckets[bucket].members;

@@ -54,6 +54,7 @@ impl Communicator {
             | Instr::AddInto { .. }
             | Instr::SquareSum { .. }
             | Instr::ClipScale { .. }
+            | Instr::TrustSums { .. }
             | Instr::Update { .. }
             | Instr::Record(_)
             | Instr::Wait(_) => None,

@@ -244,6 +244,13 @@ impl Checker<'_> {
                     return Err(format!("a scalar is one floating-point element, of {least} at least"));
                 }
             }
+            &Content::Trust { bucket: id } => {
+                let bucket = self.stage.buckets.get(id).ok_or_else(|| format!("{id} is not a bucket of this stage"))?;
+                if bucket.members.is_empty() {
+                    return Err(format!("{id} has no members"));
+                }
+                expect(2 * bucket.members.len() as u64 * size, self.role_dtype(id, Role::Master))?;
+            }
             Content::Scratch => {}
         }
         match &buffer.content {
@@ -306,7 +313,7 @@ impl Checker<'_> {
         let stages = self.program.stages.len() as u32;
         let dims = |buffer: BufferId| match &self.stage.buffers[buffer].content {
             Content::Value { sharding, .. } => sharding.dims.len() as u32,
-            Content::Member { .. } | Content::Flat { .. } | Content::Scalar(_) | Content::Scratch => u32::MAX,
+            Content::Member { .. } | Content::Flat { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => u32::MAX,
         };
         let axes_in_mesh = |axes: AxisSet| self.program.mesh.all().includes(axes);
         match instr {
@@ -352,7 +359,12 @@ impl Checker<'_> {
                 Content::Value { value, .. } if self.graph.values.get(*value).is_some_and(|v| v.def == Def::Input) => {}
                 _ => return Err((Some(*dst), "expected the buffer of a graph input".into())),
             },
-            Instr::Zero { .. } | Instr::Copy { .. } | Instr::AddInto { .. } | Instr::ClipScale { .. } | Instr::Update { .. } => {}
+            Instr::Zero { .. }
+            | Instr::Copy { .. }
+            | Instr::AddInto { .. }
+            | Instr::ClipScale { .. }
+            | Instr::TrustSums { .. }
+            | Instr::Update { .. } => {}
         }
         Ok(())
     }
@@ -416,7 +428,10 @@ pub fn buffers_of(instr: &Instr) -> Vec<BufferId> {
         | Instr::AddInto { src, dst }
         | Instr::SquareSum { src, dst, .. }
         | Instr::ClipScale { src, dst } => vec![*src, *dst],
-        Instr::Update { state, grad, moments, param, scale } => [*state, *grad].iter().chain(moments).chain(param).chain(scale).copied().collect(),
+        Instr::TrustSums { state, grad, moments, scale, dst } => [*state, *grad, *dst].iter().chain(moments).chain(scale).copied().collect(),
+        Instr::Update { state, grad, moments, param, scale, trust } => {
+            [*state, *grad].iter().chain(moments).chain(param).chain(scale).chain(trust).copied().collect()
+        }
         Instr::Record(_) | Instr::Wait(_) => Vec::new(),
     }
 }

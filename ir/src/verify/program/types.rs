@@ -7,9 +7,11 @@
 use super::structure::local;
 use super::{Class, Place, Report};
 use crate::cost::workspace_bytes;
+use crate::dtype::DType;
 use crate::entity::{BucketId, BufferId, NodeId, ValueId};
 use crate::graph::{Graph, Layout, Node};
 use crate::mesh::AxisSet;
+use crate::optimizer::Optimizer;
 use crate::program::{Buffer, Content, Instr, Pattern, Program, Role, Scalar, StageProgram, Write};
 use crate::reshard::Step;
 use crate::rule::{Assignment, Linear, Split, rule};
@@ -66,7 +68,12 @@ impl Types<'_> {
                 match self.content(*src) {
                     Content::Value { .. } => self.step(*src, *dst, step),
                     Content::Member { role: Role::Param, .. } if *pattern == Pattern::AllGather => self.step(*src, *dst, step),
-                    Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) => self.flat_step(*src, *dst, step, *pattern),
+                    Content::Trust { .. } if !stages.is_empty() => {
+                        fault(*src, "every home of a tied parameter has its whole sums: other stages have nothing to add")
+                    }
+                    Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Trust { .. } => {
+                        self.flat_step(*src, *dst, step, *pattern)
+                    }
                     Content::Scratch => fault(*src, "scratch is read"),
                 }
             }
@@ -90,7 +97,11 @@ impl Types<'_> {
                 }
                 self.expect_scalar(dst, Scalar::ClipScale)
             }
-            Instr::Update { state, grad, moments, param, scale } => self.update(*state, *grad, moments, *param, *scale),
+            Instr::TrustSums { state, grad, moments, scale, dst } => self.trust_sums(*state, *grad, moments, *scale, *dst),
+            Instr::Update { state, grad, moments, param, scale, trust } => {
+                self.updated(*state, *grad, moments, *scale)?;
+                self.update(*state, *param, *trust)
+            }
             Instr::Record(_) | Instr::Wait(_) => Ok(()),
         }
     }
@@ -110,7 +121,7 @@ impl Types<'_> {
                 let member = self.stage.buckets[bucket].members.iter().find(|m| m.param == param)?;
                 Some((self.graph.params[param].value, member.sharding.clone()))
             }
-            Content::Member { .. } | Content::Flat { .. } | Content::Scalar(_) | Content::Scratch => None,
+            Content::Member { .. } | Content::Flat { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => None,
         }
     }
 
@@ -203,7 +214,7 @@ impl Types<'_> {
         match self.content(buffer) {
             Content::Value { sharding, .. } => Some(sharding.clone()),
             &Content::Member { bucket, param, .. } => Some(self.gradient(bucket, param)),
-            Content::Flat { .. } | Content::Scalar(_) | Content::Scratch => None,
+            Content::Flat { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => None,
         }
     }
 
@@ -252,7 +263,7 @@ impl Types<'_> {
         }
         match (self.content(src), self.content(dst)) {
             (Content::Scalar(a), Content::Scalar(b)) if a == b && pattern == Pattern::AllReduce && *a != Scalar::ClipScale => Ok(()),
-            (a @ Content::Member { role: Role::Grad, .. }, b) if a == b && pattern == Pattern::AllReduce => Ok(()),
+            (a @ (Content::Member { role: Role::Grad, .. } | Content::Trust { .. }), b) if a == b && pattern == Pattern::AllReduce => Ok(()),
             (&Content::Flat { bucket, role, pieces: from }, &Content::Flat { bucket: b, role: r, pieces: to }) if (bucket, role) == (b, r) => {
                 if matches!(step, Step::ReduceScatter { dim, .. } | Step::AllGather { dim, .. } if dim != 0) {
                     return fault(src, "a flat buffer has dim 0 only");
@@ -310,29 +321,19 @@ impl Types<'_> {
         axes.iter().filter(|&a| self.program.mesh.axis(a).size > 1).collect()
     }
 
-    fn update(&self, state: BufferId, grad: BufferId, moments: &[BufferId], param: Option<BufferId>, scale: Option<BufferId>) -> Result<(), Fault> {
-        let &Content::Flat { bucket, role, pieces } = self.content(state) else { return fault(state, "expected the state of a bucket") };
-        let compute = self.stage.buckets[bucket].members.first().map(|m| self.graph.values[self.graph.params[m.param].value].ty.dtype);
-        let own_master = compute.is_none_or(|t| t == t.accumulator());
-        let flat = |id: BufferId, role: Role| match *self.content(id) {
-            Content::Flat { bucket: b, role: r, pieces: p } if (b, r, p) == (bucket, role, pieces) => Ok(()),
-            _ => fault(id, format!("expected {} of {bucket} in the same pieces as the state", role.name())),
-        };
-        flat(state, if own_master { Role::Param } else { Role::Master })?;
-        flat(grad, Role::Grad)?;
+    /// What an optimizer step reads: the bucket.
+    fn updated(&self, state: BufferId, grad: BufferId, moments: &[BufferId], scale: Option<BufferId>) -> Result<(), Fault> {
+        let &Content::Flat { role, .. } = self.content(state) else { return fault(state, "expected the state of a bucket") };
+        let compute = self.compute(state);
+        self.beside(state, state, if own_master(compute) { Role::Param } else { Role::Master })?;
+        self.beside(state, grad, Role::Grad)?;
         let roles = [Role::Moment1, Role::Moment2];
         let count = self.program.optimizer.map_or(0, |o| o.moments());
         if moments.len() != count || role == Role::Grad {
             return fault(None, format!("expected {count} moments"));
         }
         for (&id, role) in moments.iter().zip(roles) {
-            flat(id, role)?;
-        }
-        match param {
-            Some(id) if own_master => return fault(id, "the parameters are their own master copy: there is no other to write"),
-            Some(id) => flat(id, Role::Param)?,
-            None if !own_master => return fault(None, "the result must be written in the compute type too"),
-            None => {}
+            self.beside(state, id, role)?;
         }
         match scale {
             Some(id) => self.expect_scalar(id, Scalar::ClipScale),
@@ -340,6 +341,58 @@ impl Types<'_> {
                 fault(None, "the loss is scaled: expected the factor that takes that from the gradients")
             }
             None => Ok(()),
+        }
+    }
+
+    fn update(&self, state: BufferId, param: Option<BufferId>, trust: Option<BufferId>) -> Result<(), Fault> {
+        match param {
+            Some(id) if own_master(self.compute(state)) => return fault(id, "the parameters are their own master copy: there is no other to write"),
+            Some(id) => self.beside(state, id, Role::Param)?,
+            None if !own_master(self.compute(state)) => return fault(None, "the result must be written in the compute type too"),
+            None => {}
+        }
+        match (trust, self.program.optimizer.is_some_and(Optimizer::trusts)) {
+            (Some(id), true) => self.sums_of(state, id),
+            (Some(id), false) => fault(id, "the optimizer takes no trust ratios"),
+            (None, true) => fault(None, "expected the sums that the optimizer's trust ratios are of"),
+            (None, false) => Ok(()),
+        }
+    }
+
+    fn trust_sums(&self, state: BufferId, grad: BufferId, moments: &[BufferId], scale: Option<BufferId>, dst: BufferId) -> Result<(), Fault> {
+        self.updated(state, grad, moments, scale)?;
+        if !self.program.optimizer.is_some_and(Optimizer::trusts) {
+            return fault(dst, "the optimizer takes no trust ratios");
+        }
+        self.sums_of(state, dst)?;
+        let &Content::Trust { bucket } = self.content(dst) else { return Ok(()) };
+        let split = |member: &crate::program::Member| self.real(member.sharding.used());
+        let members = &self.stage.buckets[bucket].members;
+        match members.iter().find(|m| split(m) != split(&members[0])) {
+            Some(_) => fault(dst, "its members are split over different axes, so that no reduction is right for all"),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether a buffer is for the sums of a state's bucket.
+    fn sums_of(&self, state: BufferId, id: BufferId) -> Result<(), Fault> {
+        match (self.content(state), self.content(id)) {
+            (Content::Flat { bucket, .. }, Content::Trust { bucket: of }) if of == bucket => Ok(()),
+            _ => fault(id, "expected the trust sums of the state's bucket"),
+        }
+    }
+
+    /// The compute type of a state's bucket.
+    fn compute(&self, state: BufferId) -> Option<DType> {
+        let &Content::Flat { bucket, .. } = self.content(state) else { return None };
+        self.stage.buckets[bucket].members.first().map(|m| self.graph.values[self.graph.params[m.param].value].ty.dtype)
+    }
+
+    /// Whether a buffer has another role of the same elements as a state.
+    fn beside(&self, state: BufferId, id: BufferId, role: Role) -> Result<(), Fault> {
+        match (self.content(state), self.content(id)) {
+            (Content::Flat { bucket, pieces, .. }, Content::Flat { bucket: b, role: r, pieces: p }) if (b, *r, p) == (bucket, role, pieces) => Ok(()),
+            _ => fault(id, format!("expected {} of the state's bucket, in the same pieces", role.name())),
         }
     }
 
@@ -361,4 +414,9 @@ impl Types<'_> {
         };
         format!("[{}]{partial}", dims.join(","))
     }
+}
+
+/// Whether parameters in the compute type are their own master copy.
+fn own_master(compute: Option<DType>) -> bool {
+    compute.is_none_or(|t| t == t.accumulator())
 }

@@ -427,8 +427,8 @@ impl<'a> ProgramRun<'a> {
         match &self.buffer(rank, id).content {
             Content::Value { sharding, .. } => sharding.clone(),
             &Content::Member { bucket, param, .. } => self.member(rank, bucket, param).map_or_else(|| Sharding::replicated(0), |(_, s)| s),
-            Content::Flat { .. } => Sharding::replicated(1),
-            Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => Sharding::replicated(0),
+            Content::Flat { .. } | Content::Trust { .. } => Sharding::replicated(1),
+            Content::Scalar(_) | Content::Scratch => Sharding::replicated(0),
         }
     }
     fn local_type(&self, ty: &crate::graph::Type, sharding: &Sharding) -> LocalType {
@@ -440,8 +440,8 @@ impl<'a> ProgramRun<'a> {
         let ty = match &self.buffer(rank, id).content {
             Content::Value { value, .. } => &self.graph.values[*value].ty,
             Content::Member { param, .. } => &self.graph.values[self.graph.params[*param].value].ty,
-            Content::Flat { .. } => return Tensor::dense(&[data.len() as u64], data),
-            Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => return Tensor::dense(&[], data),
+            Content::Flat { .. } | Content::Trust { .. } => return Tensor::dense(&[data.len() as u64], data),
+            Content::Scalar(_) | Content::Scratch => return Tensor::dense(&[], data),
         };
         let local = self.local_type(ty, &self.sharding(rank, id));
         Tensor { dims: local.dims, layout: local.layout, data }

@@ -181,7 +181,7 @@ impl<'a> View<'a> {
                 Ok(member.sharding.clone())
             }
             Content::Scalar(_) => Ok(Sharding::replicated(0)),
-            Content::Flat { .. } | Content::Scratch => Err(format!("{id} holds no tensor")),
+            Content::Flat { .. } | Content::Trust { .. } | Content::Scratch => Err(format!("{id} holds no tensor")),
         }
     }
     fn local_type(&self, id: BufferId, value: ValueId, sharding: &Sharding) -> Result<LocalType, String> {

@@ -81,7 +81,7 @@ fn group_31_more_than_two_to_the_31_elements_are_counted_in_64_bits() {
         let (state, grad, alignment) = (DType::F32, DType::F32, Alignment::Packs);
         flat::update(&Update { optimizer, state, grad, param: Some(DType::Bf16), scale: Some(DType::F32), n, alignment, stretches: &stretches })
     };
-    for optimizer in Optimizer::ALL {
+    for optimizer in Optimizer::ALL.into_iter().filter(|o| !o.trusts()) {
         let launches = update(optimizer).launches;
         let mut done = 0;
         for launch in &launches {

@@ -35,7 +35,9 @@ fn routine(optimizer: Optimizer, scale: Option<f64>, stretches: &[(std::ops::Ran
 #[test]
 fn updates_follow_their_equations() {
     let Some(dir) = folder("shim_update") else { return };
-    let all = || Optimizer::ALL.into_iter().flat_map(|o| SCALES.into_iter().flat_map(move |s| STRETCHES.map(|t| (o, s, t))));
+    // Those that GPUs have kernels for.
+    let ours = || Optimizer::ALL.into_iter().filter(|o| !o.trusts());
+    let all = || ours().flat_map(|o| SCALES.into_iter().flat_map(move |s| STRETCHES.map(|t| (o, s, t))));
     let routines: Vec<Routine> = all().map(|(o, s, t)| routine(o, s, t)).collect();
     let library = Library::compile(&dir, "update", routines.iter().flat_map(|r| &r.launches)).unwrap_or_else(|e| panic!("{e}"));
     let at = step(1.0, 1.0);
@@ -59,7 +61,7 @@ fn updates_follow_their_equations() {
                 let mut want = vec![p[i], m[i], v[i], before[i]];
                 // Gradients that overflowed change nothing.
                 if scale.is_none_or(f64::is_finite) {
-                    let (p, [m, v]) = update(optimizer, p[i], g[i] * scale.unwrap_or(1.0), [m[i], v[i]], &at);
+                    let (p, [m, v]) = update(optimizer, p[i], g[i] * scale.unwrap_or(1.0), [m[i], v[i]], &at, 1.0);
                     want = vec![p, m, v, p];
                 }
                 if optimizer.moments() == 1 {

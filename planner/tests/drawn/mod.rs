@@ -133,7 +133,7 @@ fn least_buckets<'a>(offers: impl Iterator<Item = &'a LayerOption>) -> Vec<Bucke
     for option in offers {
         let mut own: BTreeMap<AxisSet, u64> = BTreeMap::new();
         for bucket in option.bytes.buckets.iter().filter(|b| !b.tied) {
-            *own.entry(bucket.spread).or_default() += bucket.elems;
+            *own.entry(bucket.axes).or_default() += bucket.elems;
         }
         // What some offer does not have at all is no part of the least.
         least = Some(match least {

@@ -139,7 +139,7 @@ impl Setting<'_> {
         let (mut reduce_end, mut rest_end, mut update, mut gather_end, mut late, mut moved) = (0, 0, 0, 0, 0, 0);
         for bucket in &offer.option.bytes.buckets {
             // Experts are shared out over some of the ranks that see different data; the others hold copies.
-            let copies: AxisSet = self.mesh.ids().filter(|&a| !self.mesh.axis(a).name.starts_with("tp") && !bucket.spread.contains(a)).collect();
+            let copies: AxisSet = self.mesh.ids().filter(|&a| !self.mesh.axis(a).name.starts_with("tp") && !bucket.axes.contains(a)).collect();
             let ways = self.mesh.size(copies);
             let whole = memory::bucket_elems(bucket.elems, ways);
             let grad = whole * self.element(Role::Grad);

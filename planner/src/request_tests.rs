@@ -9,6 +9,7 @@ use crate::options::tests::{Sizes, llama};
 use crate::placement::Site;
 use crate::predict::predict;
 use crate::prices::{Offer, Prices, Reference, Shape, scaled};
+use dplan_ir::mesh::{Degrees, Mesh};
 use dplan_ir::plan::Recompute;
 use std::collections::BTreeSet;
 
@@ -117,6 +118,8 @@ fn floors_are_below_all_offers() {
 /// How many offers were compared.
 fn below_all_offers(model: &mut Model<'_>, class: u32, shape: Shape, sequences: u64) -> usize {
     let offers = model.offers(class, shape);
+    // A floor says of buckets over which ranks with other data they are spread, not how they are split.
+    let data = Mesh::of(Degrees { dp: shape.ep, ep: shape.ep, cp: shape.cp, tp: shape.tp }).data();
     for recompute in [&Recompute::ALL[..], &[Recompute::None], &[Recompute::Full]] {
         let own = shape.micro_batch;
         for from in [Reference::Rank, Reference::Whole { sequences }, Reference::Same { sequences }, Reference::Same { sequences: own }] {
@@ -131,7 +134,7 @@ fn below_all_offers(model: &mut Model<'_>, class: u32, shape: Shape, sequences: 
                     assert!(least <= whole, "{shape:?} class {class} {from:?}: {least} of {option:?}");
                 }
                 for bucket in &floor.buckets {
-                    let elems: u64 = option.bytes.buckets.iter().filter(|b| !b.tied && b.spread == bucket.spread).map(|b| b.elems).sum();
+                    let elems: u64 = option.bytes.buckets.iter().filter(|b| !b.tied && b.axes.and(data) == bucket.axes).map(|b| b.elems).sum();
                     assert!(bucket.elems <= elems, "{shape:?} class {class} {from:?}: {bucket:?} of {option:?}");
                 }
             }

@@ -1,13 +1,18 @@
 //! Programs of random plans: the arena is the formula, and their instructions are what the plan asks for.
 
-use dplan_ir::entity::Id;
+use dplan_ir::entity::{BufferId, Id};
 use dplan_ir::graph::Graph;
+use dplan_ir::mesh::AxisSet;
+use dplan_ir::optimizer::Optimizer;
 use dplan_ir::pipeline::Slots;
-use dplan_ir::plan::{Clip, Plan, States};
+use dplan_ir::plan::{Clip, Offload, Plan, States};
 use dplan_ir::program::{ALIGN, Channel, Content, Instr, Pattern, Program, Role, SegmentKind, StageProgram, Stream};
 use dplan_planner::drawn::{self, Dice};
 use dplan_planner::lower::{self, Sharder};
+use dplan_planner::machine::Cluster;
 use dplan_planner::memory::{self, LayerBytes, StagePosition, StateTypes};
+use dplan_planner::predict::predict;
+use dplan_planner::prices::Links;
 
 struct Case {
     what: String,
@@ -71,6 +76,71 @@ fn regions_cover_the_arena_and_buffers_stay_inside_one() {
             }
         }
     }
+}
+
+/// LAMB's program is Adam's with sums of trust ratios, reduced over exactly the axes along which ranks have other elements of a parameter; its memory is Adam's with
+/// these sums; its price is Adam's with them, instruction by instruction, in the objective and in the simulation alike.
+#[test]
+fn lamb_is_adam_and_its_trust_sums_in_programs_memory_and_prices() {
+    let (mut exact, mut over_pieces, mut over_blocks, mut alone) = (0, 0, 0, 0);
+    for seed in 0..150 {
+        let case = drawn::Case::drawn(&mut Dice::of(1000, seed));
+        let (graph, what) = (case.graph(), case.to_string());
+        let classes = dplan_ir::layers::classes(&graph);
+        let nodes = if case.ranks().is_multiple_of(2) { 2 } else { 1 };
+        let cluster = Cluster::parse(&format!("cpu:{}x{nodes}", case.ranks() / nodes)).unwrap();
+        let of = |optimizer| {
+            let plan = Plan { optimizer, ..case.plan(&graph) };
+            (lower::lower(&graph, &plan).unwrap(), predict(&graph, &classes, &cluster, &plan).unwrap())
+        };
+        let ((adam, cheap), (lamb, dear)) = (of(Optimizer::AdamW), of(Optimizer::Lamb));
+        for (s, stage) in lamb.stages.iter().enumerate() {
+            let site = cluster.seat(&case.plan(&graph), s as u64).site;
+            let size = |b: BufferId| stage.buffers[b].bytes;
+            let (mut takes, mut bytes) = (0, 0);
+            let updates = instrs(stage, SegmentKind::Update);
+            for instr in &updates {
+                match instr {
+                    Instr::TrustSums { state, grad, moments, dst, .. } => {
+                        takes += cluster.sweep(site, moments.iter().chain([state, grad]).map(|&b| size(b)).sum()).0;
+                        bytes += size(*dst).next_multiple_of(ALIGN);
+                        let Content::Flat { bucket, pieces, .. } = stage.buffers[*state].content else { panic!("{what}: {instr:?}") };
+                        let cut = stage.buckets[bucket].members[0].sharding.sharded();
+                        let sums: Vec<AxisSet> = updates
+                            .iter()
+                            .filter_map(|i| match i {
+                                Instr::Collective { pattern: Pattern::AllReduce, axes, stages, dst: at, .. } if at == dst && stages.is_empty() => Some(*axes),
+                                _ => None,
+                            })
+                            .collect();
+                        let wanted: Vec<AxisSet> = Some(cut.union(pieces)).filter(|&axes| lamb.mesh.size(axes) > 1).into_iter().collect();
+                        assert_eq!(sums, wanted, "{what} stage {s} {bucket}");
+                        over_pieces += usize::from(!pieces.is_empty());
+                        over_blocks += usize::from(!cut.is_empty());
+                        alone += usize::from(wanted.is_empty());
+                    }
+                    Instr::Collective { pattern, axes, dst, .. } if matches!(stage.buffers[*dst].content, Content::Trust { .. }) => {
+                        takes += cluster.collective(site, &lamb.mesh, *axes, *pattern, size(*dst)).0;
+                    }
+                    _ => {}
+                }
+            }
+            assert_eq!(stage.arena_bytes, adam.stages[s].arena_bytes + bytes, "{what} stage {s}");
+            assert_eq!(dear.memory[s].arena_bytes(), stage.arena_bytes, "{what} stage {s}");
+            let more = dear.stages[s].end - cheap.stages[s].end;
+            assert_eq!(dear.stages[s].time, cheap.stages[s].time, "{what} stage {s}");
+            // Beside a gather of parameters, or copies of states, a fifth is seen at least, rounded in each layer.
+            let beside_nothing = case.ways.iter().all(|way| way.zero.0 % 3 == 0 && way.offload == Offload::None);
+            let least = (takes / 5).saturating_sub(u64::from(graph.layer_count()));
+            assert!(least <= more && more <= takes && (more == takes || !beside_nothing), "{what} stage {s}: {more} ns more, of {takes}");
+            exact += usize::from(beside_nothing && takes > 0);
+        }
+        if case.pp() == 1 {
+            assert_eq!(dear.simulated, dear.step, "{what}");
+            assert_eq!(dear.step.0 - cheap.step.0, dear.stages[0].end - cheap.stages[0].end, "{what}");
+        }
+    }
+    assert!(exact >= 20 && over_pieces >= 100 && over_blocks >= 100 && alone >= 100, "{exact} exact, {over_pieces}, {over_blocks}, {alone}");
 }
 
 /// Instructions of a segment kind.

@@ -62,7 +62,8 @@ impl Cost {
 /// ```
 /// with `t` the time of both passes, `P` and `p` the parameters and those with gradients partial over tensor-parallel ranks, `F` and `W` frame and workspace
 /// bytes. A stage holds at least one frame of a layer besides the workspace, so `W` counts no more than `F` does. A partial gradient is summed at most once
-/// for each pass: γ is the time to all-reduce an element, so `p` counts no more than γ times what `t` does.
+/// for each pass: γ is the time to all-reduce an element, so `p` counts no more than γ times what `t` does. How many buckets the parameters make decides
+/// nothing here: a few latencies at the end of a step, for gradients and for LAMB's trust ratios.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Debug)]
 pub(super) struct Measure(pub [u64; 5]);
 

@@ -70,7 +70,7 @@ pub fn instance(seed: u64, most_layers: u64, most_offers: u64) -> Instance {
     let groups = groups(&mut Dice(seed ^ 0x6709), devices);
     let prices = Drawn { seed, classes, tied, most_offers, groups, memory, latency, known: BTreeMap::new() };
     let compute = if dice.one_in(2) { DType::F32 } else { DType::Bf16 };
-    let optimizer = if dice.one_in(3) { Optimizer::Sgd } else { Optimizer::AdamW };
+    let optimizer = [Optimizer::Sgd, Optimizer::AdamW, Optimizer::Lamb][dice.within(0, 2) as usize];
     let clip = if dice.one_in(2) { Clip::GlobalNorm } else { Clip::None };
     let pins = [
         "",
@@ -127,13 +127,13 @@ pub fn medium(seed: u64) -> Instance {
     Instance { prices, problem }
 }
 
-/// The least of some offers' buckets, by how they are spread.
-fn least_buckets<'a>(offers: impl Iterator<Item = &'a LayerOption>) -> Vec<BucketSize> {
+/// The least of some offers' buckets, by how they are spread over data axes.
+fn least_buckets<'a>(offers: impl Iterator<Item = &'a LayerOption>, tp: AxisSet) -> Vec<BucketSize> {
     let mut least: Option<BTreeMap<AxisSet, u64>> = None;
     for option in offers {
         let mut own: BTreeMap<AxisSet, u64> = BTreeMap::new();
         for bucket in option.bytes.buckets.iter().filter(|b| !b.tied) {
-            *own.entry(bucket.axes).or_default() += bucket.elems;
+            *own.entry(bucket.axes.minus(tp)).or_default() += bucket.elems;
         }
         // What some offer does not have at all is no part of the least.
         least = Some(match least {
@@ -249,8 +249,9 @@ impl Prices for Drawn {
         };
         let offers: Vec<Rc<[Offer]>> = shapes.into_iter().map(|shape| self.offers(class, shape)).collect();
         let allowed = || offers.iter().flat_map(|o| o.iter()).map(|o| &o.option).filter(|o| recompute.contains(&o.recompute));
+        let tp = Mesh::of(Degrees { dp: shape.ep, ep: shape.ep, cp: shape.cp, tp: shape.tp }).tp();
         let ways = allowed().map(|o| Way { time: o.time().0, frame: o.bytes.frame, workspace: o.bytes.workspace });
-        Floor { trades: trades(ways).into(), part, buckets: least_buckets(allowed()) }
+        Floor { trades: trades(ways).into(), part, buckets: least_buckets(allowed(), tp) }
     }
     fn boundary_bytes(&mut self, layer: u32, shape: Shape) -> u64 {
         (200 + 100 * (u64::from(layer) % 2)) * shape.micro_batch
@@ -267,15 +268,16 @@ fn offer(dice: &mut Dice, shape: Shape, width: u64, size: u64, tied: bool) -> Of
     let mesh = Mesh::of(Degrees { dp: shape.ep, ep: shape.ep, cp: shape.cp, tp: shape.tp });
     let first: AxisSet = mesh.tp().iter().take(1).collect();
     let partial = if dice.one_in(3) { first } else { AxisSet::EMPTY };
-    let split = shape.cp * if dice.one_in(2) { shape.tp } else { 1 };
-    let mut buckets = vec![BucketSize { elems: size.div_ceil(split), partial, axes: AxisSet::EMPTY, members: 1, tied: false }];
+    let axes = if dice.one_in(2) { mesh.tp() } else { AxisSet::EMPTY };
+    let split = shape.cp * mesh.size(axes);
+    let mut buckets = vec![BucketSize { elems: size.div_ceil(split), partial: partial.minus(axes), axes, members: 1 + size % 5, tied: false }];
     if !mesh.ep().is_empty() && dice.one_in(2) {
         buckets.push(BucketSize { elems: dice.within(1, 2000) / shape.ep, partial, axes: mesh.ep(), members: 1, tied: false });
     }
     let cut = if dice.one_in(2) { first } else { AxisSet::EMPTY };
     if tied {
         let elems = 2000 / if cut.is_empty() { 1 } else { shape.tp };
-        buckets.push(BucketSize { elems, partial: AxisSet::EMPTY, axes: AxisSet::EMPTY, members: 1, tied: true });
+        buckets.push(BucketSize { elems, partial: AxisSet::EMPTY, axes: cut, members: 1, tied: true });
     }
     let talk = if shape.tp * shape.cp > 1 { dice.within(0, width * shape.micro_batch) } else { 0 };
     let forward = width * shape.micro_batch / split + talk + dice.within(20, 100);

@@ -3,6 +3,7 @@
 
 use super::drawn::Drawn;
 use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
+use dplan_ir::optimizer::Optimizer;
 use dplan_ir::pipeline::{Pipeline, Slots};
 use dplan_ir::plan::{Clip, Offload, Schedule, States, Zero};
 use dplan_ir::program::{Pattern, Role};
@@ -181,6 +182,13 @@ impl Setting<'_> {
                 bytes += piece * self.element(Role::Param);
             }
             update += self.prices.sweep(site, bytes).0;
+            if self.types.optimizer == Optimizer::Lamb {
+                // State, gradient and two moments are read for two sums of each parameter, which are added over all that cuts the parameters up.
+                let read = 2 * piece * self.element(Role::Moment1) + piece * (self.element(self.types.master()) + self.element(Role::Grad));
+                let cuts = if zero == 0 { bucket.axes } else { bucket.axes.union(copies) };
+                let sums = 2 * bucket.members * self.element(self.types.master());
+                update += self.prices.sweep(site, read).0 + collective(cuts, Pattern::AllReduce, sums);
+            }
         }
         let (f, b, end) = match zero {
             0 => (f, input, overlapped(beside, reduce_end + rest_end) - beside + overlapped(update, moved)),

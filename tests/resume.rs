@@ -19,7 +19,7 @@ use dplan::runtime::{Options, Session};
 use dplan_ir::dtype::DType;
 use dplan_ir::entity::{ParamId, Table};
 use dplan_ir::grad::differentiate;
-use dplan_ir::optimizer::{Hyper, StepScalars};
+use dplan_ir::optimizer::{Hyper, Optimizer, StepScalars};
 use dplan_ir::plan::Recompute;
 use dplan_ir::program::Role;
 use dplan_planner::lower;
@@ -74,12 +74,24 @@ const EXPERTS: [Way; 5] = [
 ];
 const DENSE: [Way; 4] = [Way::Pinned(1, "dp=1,tp=1"), Way::Pinned(4, "dp=2,tp=2,zero=1"), Way::Pinned(4, "dp=4,zero=3"), Way::Pinned(4, "cp=2,pp=2")];
 
+/// Trust ratios of whole parameters, of parameters in blocks, in pieces, in both, and of states that wait in host memory.
+const LAMB: [Way; 6] = [
+    Way::Lamb(1, "dp=1"),
+    Way::Lamb(2, "dp=2,zero=0"),
+    Way::Lamb(4, "dp=4,zero=3"),
+    Way::Lamb(2, "tp=2"),
+    Way::Lamb(8, "dp=2,tp=2,pp=2,zero=2"),
+    Way::Lamb(2, "cp=2,zero=1,offload=optimizer"),
+];
+
 /// How a plan is made.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Way {
     Shape(Shape),
     /// So many ranks, and pins.
     Pinned(u64, &'static str),
+    /// The same, trained by LAMB.
+    Lamb(u64, &'static str),
 }
 
 struct Case {
@@ -106,8 +118,11 @@ impl Case {
                 let program = lower::lower(&graph, &megatron::plan(&graph, shape, BATCH)).unwrap_or_else(|e| panic!("{shape:?}: {e}"));
                 (graph, program)
             }
-            Way::Pinned(ranks, pins) => {
-                let options = common::options(&format!("cpu:{ranks}"), BATCH, compute, pins);
+            Way::Pinned(ranks, pins) | Way::Lamb(ranks, pins) => {
+                let mut options = common::options(&format!("cpu:{ranks}"), BATCH, compute, pins);
+                if matches!(way, Way::Lamb(..)) {
+                    options.optimizer = Optimizer::Lamb;
+                }
                 let file = compile(&forward, &options).unwrap_or_else(|e| panic!("{pins}: {e}")).file;
                 (file.graph, file.program)
             }
@@ -211,6 +226,20 @@ fn contexts_experts_offloaded_states_and_virtual_stages_resume_under_other_plans
         for &way in &ways {
             resume_all(config, DType::F64, way, &all, 1e-12);
         }
+    }
+}
+
+/// How far LAMB goes follows from what is saved: ratios are no state.
+#[test]
+fn lamb_resumes_under_other_plans() {
+    let all = saved_by_all(LLAMA, "resume-lamb", DType::F64, &LAMB);
+    for way in LAMB {
+        resume_all(LLAMA, DType::F64, way, &all, 1e-12);
+    }
+    let adam = saved_by_all(LLAMA, "resume-adam", DType::F64, &[Way::Pinned(1, "dp=1")]);
+    for (way, _, _, losses) in &all {
+        assert!(losses.iter().zip(&all[0].3).all(|(x, y)| (x / y - 1.0).abs() < 1e-12), "{way:?}");
+        assert!(losses.iter().zip(&adam[0].3).all(|(x, y)| (x / y - 1.0).abs() > 1e-6), "{way:?} trains as AdamW does");
     }
 }
 

@@ -175,7 +175,7 @@ pub fn lamb_direction(p: f64, g: f64, m: f64, v: f64, at: &StepScalars) -> (f64,
     (m / (1.0 - h.beta1.powi(t)) / denom + h.weight_decay * p, m, v)
 }
 
-/// How far LAMB goes in the direction u of a parameter w, from Σ w² and Σ u² over all its elements: ‖w‖/‖u‖; 1 where either is zero. It is taken of every parameter,
+/// How far LAMB goes in the direction u of a parameter w, from Σ w² and Σ u² over all its elements: ‖w‖/‖u‖ (the paper's φ is the identity); 1 where either is zero. It is taken of every parameter,
 /// as in the paper, of those that weight decay does not pull too.
 pub fn trust_ratio([weight, direction]: [f64; 2]) -> f64 {
     if weight > 0.0 && direction > 0.0 { (weight / direction).sqrt() } else { 1.0 }

@@ -7,14 +7,15 @@ mod naive;
 
 use std::collections::BTreeMap;
 
-use dplan_ir::entity::NodeId;
+use dplan_ir::entity::{BufferId, NodeId};
 use dplan_ir::grad::differentiate;
 use dplan_ir::graph::Graph;
 use dplan_ir::interp::Tensor;
 use dplan_ir::interp::program::ProgramRun;
+use dplan_ir::mesh::AxisSet;
 use dplan_ir::op::Op;
 use dplan_ir::optimizer::{Hyper, Optimizer, StepScalars};
-use dplan_ir::program::{Instr, Program, Role};
+use dplan_ir::program::{Content, Instr, Issue, Program, Role};
 use dplan_ir::verify::graph::verify_graph;
 use dplan_ir::verify::mutate::{Damage, Rewrite};
 use dplan_ir::verify::program::verify_program;
@@ -240,4 +241,90 @@ fn wrong_keys_of_dropout_are_noticed() {
     }
     assert!(wrong.len() > 20, "{}", wrong.len());
     wrong.iter().for_each(|(id, errors)| assert!(!errors.is_empty(), "{id}"));
+}
+
+/// The sums of trust ratios are of the gradient as it is updated with, and are added once over exactly the axes that cut parameters up: each wrong way is noticed
+/// without running.
+#[test]
+fn wrong_sums_of_trust_ratios_are_noticed() {
+    let base = Shape { dp: 2, tp: 2, pp: 1, micro_batches: 2, zero: 0, one_f_one_b: true, optimizer: Optimizer::Lamb, seed: 5 };
+    let mut tried: BTreeMap<&str, u32> = BTreeMap::new();
+    for (number, shape) in (0..3).flat_map(|n| (0..4).map(move |zero| (n, Shape { zero, pp: 1 + u32::from(zero) % 2, ..base }))) {
+        let mut forward = cases::all().remove(number).graph;
+        forward.set_batch(shape.dp);
+        let graph = differentiate(&forward).unwrap_or_else(|why| panic!("{why}"));
+        let program = lower(&graph, shape);
+        assert!(verify_program(&graph, &program).is_ok());
+        let every: AxisSet = program.mesh.ids().collect();
+        let sets: Vec<AxisSet> = (0..1u32 << every.len()).map(|bits| every.iter().filter(|a| bits >> a.0 & 1 == 1).collect()).collect();
+        for (stage, at) in program.stages.iter().enumerate().flat_map(|(s, p)| p.segments.ids().map(move |id| (s, id))) {
+            let of_stage = &program.stages[stage];
+            let sums: Vec<BufferId> = of_stage.buffers.iter().filter(|(_, b)| matches!(b.content, Content::Trust { .. })).map(|(id, _)| id).collect();
+            let body = &of_stage.segments[at].body;
+            for place in 0..body.len() {
+                let mut damaged = |kind: &'static str, damage: &dyn Fn(&mut Vec<Issue>)| {
+                    let mut damaged = program.clone();
+                    damage(&mut damaged.stages[stage].segments[at].body);
+                    assert!(verify_program(&graph, &damaged).is_err(), "{kind}: {shape:?} stage {stage} {at}[{place}] {:?}", body[place].instr);
+                    *tried.entry(kind).or_default() += 1;
+                };
+                let same_stream = |other: usize| body.get(other).is_some_and(|issue| issue.stream == body[place].stream);
+                match &body[place].instr {
+                    Instr::Collective { axes: right, dst, .. } if sums.contains(dst) => {
+                        damaged("not reduced", &|body| drop(body.remove(place)));
+                        damaged("reduced twice", &|body| body.insert(place, body[place].clone()));
+                        if same_stream(place - 1) && same_stream(place + 1) {
+                            damaged("reduced before there is anything", &|body| body.swap(place - 1, place));
+                            damaged("reduced after the update", &|body| body.swap(place, place + 1));
+                        }
+                        for &wrong in sets.iter().filter(|&set| set != right) {
+                            damaged("reduced over other axes", &|body| {
+                                if let Instr::Collective { axes, .. } = &mut body[place].instr {
+                                    *axes = wrong;
+                                }
+                            });
+                        }
+                    }
+                    Instr::TrustSums { dst: right, .. } => {
+                        damaged("not summed", &|body| drop(body.remove(place)));
+                        damaged("of gradients that are not scaled", &|body| {
+                            if let Instr::TrustSums { scale, .. } = &mut body[place].instr {
+                                *scale = None;
+                            }
+                        });
+                        for &wrong in sums.iter().filter(|&sums| sums != right) {
+                            damaged("of another bucket", &|body| {
+                                if let Instr::TrustSums { dst, .. } = &mut body[place].instr {
+                                    *dst = wrong;
+                                }
+                            });
+                        }
+                    }
+                    Instr::Update { trust: right, .. } => {
+                        for wrong in sums.iter().map(|&sums| Some(sums)).chain([None]).filter(|wrong| wrong != right) {
+                            damaged("with the ratios of another bucket", &|body| {
+                                if let Instr::Update { trust, .. } = &mut body[place].instr {
+                                    *trust = wrong;
+                                }
+                            });
+                        }
+                    }
+                    Instr::Collective { .. }
+                    | Instr::Run { .. }
+                    | Instr::Input { .. }
+                    | Instr::Slice { .. }
+                    | Instr::Send { .. }
+                    | Instr::Recv { .. }
+                    | Instr::Copy { .. }
+                    | Instr::Zero { .. }
+                    | Instr::AddInto { .. }
+                    | Instr::SquareSum { .. }
+                    | Instr::ClipScale { .. }
+                    | Instr::Record(_)
+                    | Instr::Wait(_) => {}
+                }
+            }
+        }
+    }
+    assert!(tried.len() == 9 && tried.values().all(|&n| n >= 10), "{tried:?}");
 }

@@ -109,7 +109,9 @@ fn lamb_is_adam_and_its_trust_sums_in_programs_memory_and_prices() {
                         let sums: Vec<AxisSet> = updates
                             .iter()
                             .filter_map(|i| match i {
-                                Instr::Collective { pattern: Pattern::AllReduce, axes, stages, dst: at, .. } if at == dst && stages.is_empty() => Some(*axes),
+                                Instr::Collective { pattern: Pattern::AllReduce, axes, stages, dst: at, .. } if at == dst && stages.is_empty() => {
+                                    Some(*axes)
+                                }
                                 _ => None,
                             })
                             .collect();

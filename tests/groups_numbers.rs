@@ -14,7 +14,7 @@ use dplan_ir::optimizer::{Optimizer, StepScalars};
 use dplan_ir::plan::Recompute;
 use dplan_ir::program::Role;
 use dplan_kernels::cuda::flat::{self, Update};
-use dplan_kernels::cuda::{Alignment, Arg, Launch};
+use dplan_kernels::cuda::{Alignment, Arg, Launch, Routine};
 use dplan_planner::units::Bytes;
 use groups::{BATCH, HYPER, LLAMA, MIXTRAL, SEQ, batch, changed, divisor, import, import_as, plan, session, train, with};
 
@@ -78,20 +78,27 @@ fn group_31_more_than_two_to_the_31_elements_are_counted_in_64_bits() {
     let n = bucket.elems;
     let update = |optimizer| {
         let stretches = [(0..n - 4096, true), (n - 4096..n, false)];
-        let (state, grad, alignment) = (DType::F32, DType::F32, Alignment::Packs);
-        flat::update(&Update { optimizer, state, grad, param: Some(DType::Bf16), scale: Some(DType::F32), n, alignment, stretches: &stretches })
+        let (state, grad, scale, alignment) = (DType::F32, DType::F32, Some(DType::F32), Alignment::Packs);
+        let trust = flat::Trust { sums: DType::F32, members: &[0, 1] };
+        let (ratios, param, stretches) = (Some(trust).filter(|_| optimizer.trusts()), Some(DType::Bf16), &stretches);
+        let sums = flat::trust_sums(&flat::TrustSums { state, grad, scale, alignment, stretches, trust, parameters: 2 });
+        (flat::update(&Update { optimizer, state, grad, param, scale, n, alignment, stretches, trust: ratios }), sums)
     };
-    for optimizer in Optimizer::ALL.into_iter().filter(|o| !o.trusts()) {
-        let launches = update(optimizer).launches;
+    for optimizer in Optimizer::ALL {
+        let (Routine { launches, .. }, sums) = update(optimizer);
         let mut done = 0;
         for launch in &launches {
-            let [.., Arg::Int(begin), Arg::Int(end)] = launch.args[..] else { panic!("{:?}", launch.args) };
+            let [.., Arg::Int(begin), Arg::Int(end), _] = launch.args[..] else { panic!("{:?}", launch.args) };
             assert_eq!(begin as u64, done);
             done = end as u64;
             let threads = u64::from(launch.grid) * u64::from(launch.threads);
             assert!(threads * constant(launch, "VEC") >= done - begin as u64, "{} threads for {begin}..{end}", threads);
         }
         assert_eq!(done, n);
+        for launch in &sums.launches[..2] {
+            let [.., Arg::Int(begin), Arg::Int(end), Arg::Int(stretch)] = launch.args[..] else { panic!("{:?}", launch.args) };
+            assert!(u64::from(launch.grid) * stretch as u64 >= (end - begin) as u64 && stretch % 16 == 0);
+        }
     }
     let sum = &flat::square_sum(DType::F32, DType::F32, n).launches[0];
     let [.., Arg::Int(elems), Arg::Int(stretch)] = sum.args[..] else { panic!("{:?}", sum.args) };

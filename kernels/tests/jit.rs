@@ -4,8 +4,10 @@ mod shim;
 
 use dplan_ir::dtype::DType;
 use dplan_ir::op::{Attention, Mask, Op, Renormalize, Rope, Rotation, Router};
+use dplan_ir::optimizer::Optimizer;
 use dplan_ir::order::Order;
 use dplan_ir::program::Write;
+use dplan_kernels::cuda::flat::{self, Trust, TrustSums, Update};
 use dplan_kernels::cuda::product::TILES;
 use dplan_kernels::cuda::{Alignment, Launch, Target};
 use dplan_kernels::jit::{self, Arch, Cache, Found, JitError, Nvrtc};
@@ -73,9 +75,22 @@ fn cases(dtype: DType) -> Vec<Case> {
     all
 }
 
+/// The step of each optimizer, and what goes before it, of parameters of this type with masters in its accumulator.
+fn optimizers(dtype: DType) -> Vec<Launch> {
+    let (state, alignment, n) = (dtype.accumulator(), Alignment::Packs, 4096);
+    let (grad, scale, stretches) = (state, Some(state), &[(0..n, true)]);
+    let trust = Trust { sums: state, members: &[0] };
+    let param = Some(dtype).filter(|&t| t != state);
+    let update =
+        |optimizer: Optimizer| Update { optimizer, state, grad, param, scale, n, alignment, stretches, trust: optimizer.trusts().then_some(trust) };
+    let sums = flat::trust_sums(&TrustSums { state, grad, scale, alignment, stretches, trust, parameters: 1 });
+    Optimizer::ALL.into_iter().map(|o| flat::update(&update(o))).chain([sums]).flat_map(|r| r.launches).collect()
+}
+
 fn launches(dtype: DType) -> Vec<Launch> {
     let mut random = Random(3);
-    let mut all: Vec<Launch> = cases(dtype).iter().flat_map(|c| make(c, &mut random).routine.launches).collect();
+    let ops = cases(dtype);
+    let mut all: Vec<Launch> = ops.iter().flat_map(|c| make(c, &mut random).routine.launches).chain(optimizers(dtype)).collect();
     all.sort_by(|a, b| (&a.text, a.entry).cmp(&(&b.text, b.entry)));
     all.dedup_by(|a, b| (&a.text, a.entry) == (&b.text, b.entry));
     all

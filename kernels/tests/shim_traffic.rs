@@ -52,9 +52,19 @@ fn kernels_move_little_more_than_they_must() {
         n,
         alignment: Alignment::Packs,
         stretches: &[(0..n, true)],
+        trust: None,
     };
     let adamw = flat::update(&update);
-    let library = Library::compile(&dir, "traffic", prepared.iter().flat_map(|(_, p)| &p.routine.launches).chain(&adamw.launches)).unwrap();
+    let trust = flat::Trust { sums: DType::F32, members: &[0] };
+    let lamb = flat::update(&flat::Update { optimizer: Optimizer::Lamb, trust: Some(trust), ..update.clone() });
+    let flat::Update { state, grad, scale, alignment, stretches, .. } = update;
+    let sums = flat::trust_sums(&flat::TrustSums { state, grad, scale, alignment, stretches, trust, parameters: 1 });
+    let library = Library::compile(
+        &dir,
+        "traffic",
+        prepared.iter().flat_map(|(_, p)| &p.routine.launches).chain([&adamw, &lamb, &sums].into_iter().flat_map(|r| &r.launches)),
+    )
+    .unwrap();
     let mut wrong = Vec::new();
     let mut line = |name: &str, most: f64, moved: u64, least: u64| {
         let ratio = moved as f64 / least as f64;
@@ -75,5 +85,13 @@ fn kernels_move_little_more_than_they_must() {
     let ran = library.run(&adamw, &[grad.bytes(), scale.bytes()], &mut results, &step_scalars(), Options::seeded(1)).unwrap();
     // 30 bytes a parameter: gradient, state and two moments read, the latter three and the parameter written.
     line("AdamW, f32 master weights of bf16 parameters", 1.1, ran.moved.read + ran.moved.written, n * 30);
+    let ratio = buffer(2, DType::F32);
+    let ran = library.run(&lamb, &[grad.bytes(), scale.bytes(), ratio.bytes()], &mut results, &step_scalars(), Options::seeded(1)).unwrap();
+    line("LAMB, the same", 1.1, ran.moved.read + ran.moved.written, n * 30);
+    let (ins, mut out) =
+        (results.iter().take(1).map(|b| &**b).chain([grad.bytes()]).chain(results[1..3].iter().map(|b| &**b)), buffer(2, DType::F32));
+    let ins: Vec<&[u8]> = ins.chain([scale.bytes()]).collect();
+    let ran = library.run(&sums, &ins, &mut [out.bytes_mut()], &step_scalars(), Options::seeded(1)).unwrap();
+    line("LAMB's trust sums", 1.1, ran.moved.read + ran.moved.written, n * 16);
     assert!(wrong.is_empty(), "more traffic than allowed: {wrong:?}");
 }

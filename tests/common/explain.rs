@@ -1,7 +1,7 @@
 //! Which instruction of a program each call of a rank's step is for.
 
 use dplan::runtime::cuda::load::{Action, Code, Primitive, Reduction};
-use dplan_ir::program::{Instr, Pattern, Program, Stream};
+use dplan_ir::program::{Content, Instr, Pattern, Program, Stream};
 use dplan_ir::sharding::Monoid;
 use dplan_kernels::cuda::SCALAR_BYTES;
 
@@ -33,6 +33,16 @@ pub fn explain(program: &Program, code: &Code, log: &[Call]) -> Result<(), Strin
             let entries: Vec<&str> = action.routines().flat_map(|r| &r.launches).map(|l| l.entry).collect();
             let what = format!("of {:?} in {}", instr.instr, segment.kind.name());
             match &instr.instr {
+                Instr::Update { state, trust: Some(_), .. } => {
+                    // One for each parameter that the rank has something of: a piece may be all padding.
+                    let Content::Flat { bucket, pieces, .. } = stage.buffers[*state].content else { return Err(what) };
+                    let elems = bytes(state) / stage.buffers[*state].dtype.size();
+                    let parts = stage.buckets[bucket].parts(program.mesh.position(code.local_rank, pieces) * elems, elems).len();
+                    if entries.len() != parts {
+                        return Err(format!("{} kernels for {parts} parameters {what}", entries.len()));
+                    }
+                    calls.launches(&entries, on, &what)?;
+                }
                 Instr::Run { .. } | Instr::AddInto { .. } | Instr::ClipScale { .. } | Instr::TrustSums { .. } | Instr::Update { .. } => {
                     if entries.is_empty() {
                         return Err(format!("no kernel {what}"));

@@ -48,8 +48,8 @@ pub fn clip_scale(src: DType, dst: DType) -> Routine {
     routine(launch, 0, 3, src.size() + dst.size())
 }
 
-/// One optimizer step on `n` elements. Operands: gradient, then the scale if there is one. Results: state, moments, then the parameter in the compute
-/// type if it is another buffer.
+/// One optimizer step on `n` elements. Operands: gradient, then the scale if there is one, then the sums of trust ratios. Results: state, moments, then the
+/// parameter in the compute type if it is another buffer.
 #[derive(Clone, Debug)]
 pub struct Update<'a> {
     pub optimizer: Optimizer,
@@ -59,46 +59,104 @@ pub struct Update<'a> {
     pub scale: Option<DType>,
     pub n: u64,
     pub alignment: Alignment,
-    /// All elements, in stretches that weight decay pulls or does not.
+    /// All elements, in stretches that weight decay pulls or does not; by parameter, if there are trust ratios.
     pub stretches: &'a [(Range<u64>, bool)],
+    pub trust: Option<Trust<'a>>,
+}
+
+/// Sums of trust ratios: their type, and which of them each stretch has, as numbers of parameters.
+#[derive(Clone, Copy, Debug)]
+pub struct Trust<'a> {
+    pub sums: DType,
+    pub members: &'a [usize],
 }
 
 /// One launch for each stretch.
 pub fn update(u: &Update<'_>) -> Routine {
-    let (adam, coupled) = match u.optimizer {
-        Optimizer::AdamW => (true, false),
-        Optimizer::Adam => (true, true),
-        Optimizer::Sgd => (false, false),
-        Optimizer::Lamb => unreachable!("refused when loaded"),
+    let (adam, coupled, lamb) = match u.optimizer {
+        Optimizer::AdamW => (true, false, false),
+        Optimizer::Adam => (true, true, false),
+        Optimizer::Sgd => (false, false, false),
+        Optimizer::Lamb => (true, false, true),
     };
     let param = u.param.unwrap_or(u.state);
     let moments = u.optimizer.moments();
     let cast = if u.param.is_some() { Arg::Out(1 + moments) } else { Arg::Out(0) };
     let scale = if u.scale.is_some() { Arg::In(1) } else { Arg::Scalars };
+    let trust = if u.trust.is_some() { Arg::In(1 + usize::from(u.scale.is_some())) } else { Arg::Scalars };
     let mut launches = Vec::new();
-    for (stretch, pulled) in u.stretches {
-        let whole = [stretch.start, stretch.end].iter().map(|at| pack(*at, &[u.state, u.grad], u.alignment)).min();
-        let pack = whole.unwrap_or(1);
-        let text = Config::default()
-            .ty("state_t", u.state)
-            .ty("grad_t", u.grad)
+    for (number, (stretch, pulled)) in u.stretches.iter().enumerate() {
+        let pack = pack_of(stretch, &[u.state, u.grad], u.alignment);
+        let text = stepping(u.state, u.grad, u.scale, pack, *pulled)
             .ty("param_t", param)
-            .ty("scale_t", u.scale.unwrap_or(u.state))
-            .ty("acc", u.state.accumulator())
-            .int("THREADS", THREADS)
-            .int("VEC", pack)
+            .ty("trust_t", u.trust.map_or(u.state, |t| t.sums))
             .flag("ADAM", adam)
+            .flag("LAMB", lamb)
             .flag("COUPLED", coupled)
-            .flag("PULLED", *pulled)
-            .flag("SCALED", u.scale.is_some())
             .flag("CAST", u.param.is_some())
-            .text(&[include_str!("text/update.cuh")]);
-        let args = vec![Arg::Out(0), Arg::In(0), Arg::Out(1), Arg::Out(moments), cast, scale, Arg::Scalars, int(stretch.start), int(stretch.end)];
+            .text(&[include_str!("text/adam.cuh"), include_str!("text/update.cuh")]);
+        let member = u.trust.and_then(|t| t.members.get(number)).copied().unwrap_or(0);
+        let sizes = [stretch.start, stretch.end, member as u64].map(int);
+        let args = [Arg::Out(0), Arg::In(0), Arg::Out(1), Arg::Out(moments), cast, scale, trust, Arg::Scalars].into_iter().chain(sizes).collect();
         let size = Size::over((stretch.end - stretch.start) / pack, THREADS);
         launches.extend(one(Family::Optimizer, "dp_update", text, size, args));
     }
     let bytes = u.n * (u.grad.size() + 2 * u.state.size() * (1 + moments as u64) + u.param.map_or(0, DType::size));
     routine(launches, 0, u.n * if adam { 14 } else { 6 }, bytes)
+}
+
+/// The sums that trust ratios of a bucket's parameters are of. Operands: state, gradient, two moments, then the scale if there is one. Result: two sums for each.
+#[derive(Clone, Debug)]
+pub struct TrustSums<'a> {
+    pub state: DType,
+    pub grad: DType,
+    pub scale: Option<DType>,
+    pub alignment: Alignment,
+    /// What there is of the parameters, by parameter, and whether weight decay pulls it.
+    pub stretches: &'a [(Range<u64>, bool)],
+    pub trust: Trust<'a>,
+    /// All parameters: of some there may be nothing here.
+    pub parameters: u64,
+}
+
+/// A launch for each parameter, into as many parts as the largest has, and one that adds the parts up.
+pub fn trust_sums(t: &TrustSums<'_>) -> Routine {
+    let lengths = || t.stretches.iter().map(|(range, _)| range.end - range.start);
+    let most = lengths().max().unwrap_or(0);
+    // Every block begins where a pack may.
+    let stretch = parts(most).1.next_multiple_of(16);
+    let count = most.div_ceil(stretch).max(1);
+    let scale = if t.scale.is_some() { Arg::In(4) } else { Arg::Scalars };
+    let shared = 32 * 8;
+    let mut launches = Vec::new();
+    for member in 0..t.parameters {
+        let here = t.trust.members.iter().position(|&m| m as u64 == member).and_then(|at| t.stretches.get(at));
+        let (range, pulled) = here.cloned().unwrap_or((0..0, false));
+        let pack = pack_of(&range, &[t.state, t.grad], t.alignment);
+        let text = stepping(t.state, t.grad, t.scale, pack, pulled).text(&[include_str!("text/adam.cuh"), include_str!("text/trust.cuh")]);
+        let sizes = [range.start, range.end, stretch].map(int);
+        let operands = [Arg::In(0), Arg::In(1), Arg::In(2), Arg::In(3), scale, Arg::Scalars, Arg::Aux(member * count * 16)];
+        let args = operands.into_iter().chain(sizes).collect();
+        launches.extend(one(Family::Optimizer, "dp_trust", text, Size::blocks(count, THREADS, shared), args));
+    }
+    let text = Config::default().ty("trust_t", t.trust.sums).int("THREADS", THREADS).text(&[include_str!("text/trust_total.cuh")]);
+    let args = vec![Arg::Aux(0), Arg::Out(0), int(count)];
+    launches.extend(one(Family::Optimizer, "dp_trust_total", text, Size::blocks(t.parameters, THREADS, shared), args));
+    let n: u64 = lengths().sum();
+    routine(launches, t.parameters * count * 16, 16 * n, n * (3 * t.state.size() + t.grad.size()))
+}
+
+/// What all kernels of optimizers are told.
+fn stepping(state: DType, grad: DType, scale: Option<DType>, pack: u64, pulled: bool) -> Config {
+    Config::default()
+        .ty("state_t", state)
+        .ty("grad_t", grad)
+        .ty("scale_t", scale.unwrap_or(state))
+        .ty("acc", state.accumulator())
+        .int("THREADS", THREADS)
+        .int("VEC", pack)
+        .flag("PULLED", pulled)
+        .flag("SCALED", scale.is_some())
 }
 
 /// Rows of `src[outer, row]` reordered into `dst`: element (o, part, i) of `src` goes to (part, o, i), for parts of `len` elements.
@@ -173,4 +231,9 @@ fn pack(n: u64, types: &[DType], alignment: Alignment) -> u64 {
         Alignment::Packs if n.is_multiple_of(16 / widest) => 16 / widest,
         Alignment::Packs | Alignment::Elements => 1,
     }
+}
+
+/// Elements that a thread takes at once of a stretch.
+fn pack_of(stretch: &Range<u64>, types: &[DType], alignment: Alignment) -> u64 {
+    pack(stretch.start, types, alignment).min(pack(stretch.end, types, alignment))
 }

@@ -4,6 +4,8 @@
 //! - a scatter or gather of an inner dim is packed into blocks of ranks (or unpacked from them) by a kernel, in working memory;
 //! - a log-sum-exp is gathered, then merged by a kernel in group order.
 
+use std::ops::Range;
+
 use dplan_ir::entity::{BufferId, EventId, ParamId, SegmentId, Table};
 use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::{DecayGroups, decays};
@@ -228,15 +230,37 @@ fn action(of: &Of<'_>, instr: &Instr) -> Result<Action, String> {
             let (src, dst) = (place(src)?, place(dst)?);
             run(flat::clip_scale(src.dtype, dst.dtype), vec![src], vec![dst])
         }
-        Instr::TrustSums { .. } | Instr::Update { trust: Some(_), .. } => {
-            return Err("ranks on GPUs have no kernels for the trust ratios of lamb yet: compile with --optimizer adamw".into());
+        Instr::TrustSums { state: at, grad, moments, scale, dst } => {
+            let (members, stretches) = parts(of, *at)?;
+            let (state, grad, sums, scale) = (place(at)?, place(grad)?, place(dst)?, scale.as_ref().map(place).transpose()?);
+            let flat: Vec<Place> = [state, grad].into_iter().chain(places(moments)?).collect();
+            if flat.len() != 4 {
+                return Err(format!("{} moments, not 2", moments.len()));
+            }
+            same(&flat)?;
+            let trust = flat::TrustSums {
+                state: state.dtype,
+                grad: grad.dtype,
+                scale: scale.map(|s| s.dtype),
+                alignment: alignment(&flat),
+                stretches: &stretches,
+                trust: trust(sums, &members)?,
+                parameters: sums.elems() / 2,
+            };
+            run(flat::trust_sums(&trust), flat.into_iter().chain(scale).collect(), vec![sums])
         }
-        Instr::Update { state, grad, moments, param, scale, trust: None } => {
+        Instr::Update { state: at, grad, moments, param, scale, trust: sums } => {
             let optimizer = view.program.optimizer.ok_or("the program has no optimizer")?;
-            let stretches = view.stretches(*state, |p| of.decays[p])?;
-            let stretches: Vec<_> = stretches.into_iter().map(|(r, pulled)| (r.start as u64..r.end as u64, pulled)).collect();
-            let (state, grad, moments) = (place(state)?, place(grad)?, places(moments)?);
-            let (param, scale) = (param.as_ref().map(place).transpose()?, scale.as_ref().map(place).transpose()?);
+            if optimizer.trusts() != sums.is_some() {
+                return Err(format!("{} with sums of trust ratios, or one that has them without", optimizer.name()));
+            }
+            let (members, stretches) = match sums {
+                Some(_) => parts(of, *at)?,
+                None => (Vec::new(), wide(view.stretches(*at, |p| of.decays[p])?)),
+            };
+            let (state, grad, moments) = (place(at)?, place(grad)?, places(moments)?);
+            let (param, scale, sums) =
+                (param.as_ref().map(place).transpose()?, scale.as_ref().map(place).transpose()?, sums.as_ref().map(place).transpose()?);
             if moments.len() != optimizer.moments() {
                 return Err(format!("{} moments of the {} that {} has", moments.len(), optimizer.moments(), optimizer.name()));
             }
@@ -250,8 +274,9 @@ fn action(of: &Of<'_>, instr: &Instr) -> Result<Action, String> {
                 n: same(&flat)?,
                 alignment: alignment(&flat),
                 stretches: &stretches,
+                trust: sums.map(|sums| trust(sums, &members)).transpose()?,
             };
-            let ins = [grad].into_iter().chain(scale).collect();
+            let ins = [grad].into_iter().chain(scale).chain(sums).collect();
             let outs = [state].into_iter().chain(moments).chain(param).collect();
             run(flat::update(&update), ins, outs)
         }
@@ -308,6 +333,24 @@ fn collective(
             let staging = if after.is_some() { dst.bytes } else { 0 };
             Ok(Collective { after, staging, ..plain(Primitive::AllGather, src.elems()) })
         }
+    }
+}
+
+/// A flat buffer's elements by parameter, and whether weight decay pulls them; and the parameters' numbers in the bucket.
+fn parts(of: &Of<'_>, id: BufferId) -> Result<(Vec<usize>, Vec<(Range<u64>, bool)>), String> {
+    let (members, stretches) = of.view.parts(id, |p| of.decays[p])?;
+    Ok((members, wide(stretches)))
+}
+
+fn wide(stretches: Vec<(Range<usize>, bool)>) -> Vec<(Range<u64>, bool)> {
+    stretches.into_iter().map(|(range, pulled)| (range.start as u64..range.end as u64, pulled)).collect()
+}
+
+/// Sums of trust ratios, of these members.
+fn trust(sums: Place, members: &[usize]) -> Result<flat::Trust<'_>, String> {
+    match members.iter().find(|&&at| 2 * at as u64 + 2 > sums.elems()) {
+        Some(at) => Err(format!("no sums of trust ratios for member {at}")),
+        None => Ok(flat::Trust { sums: sums.dtype, members }),
     }
 }
 

@@ -76,7 +76,7 @@ fn group_31_more_than_two_to_the_31_elements_are_counted_in_64_bits() {
         assert!(home.bytes == bucket.elems * size && home.offset + home.bytes <= stage.arena_bytes, "{}: {home:?}", role.name());
     }
     let n = bucket.elems;
-    let update = |optimizer| {
+    let update = |optimizer: Optimizer| {
         let stretches = [(0..n - 4096, true), (n - 4096..n, false)];
         let (state, grad, scale, alignment) = (DType::F32, DType::F32, Some(DType::F32), Alignment::Packs);
         let trust = flat::Trust { sums: DType::F32, members: &[0, 1] };

@@ -7,7 +7,7 @@ use dplan_ir::init;
 use dplan_ir::interp::graph::GraphRun;
 use dplan_ir::interp::sharded::ShardedRun;
 use dplan_ir::mesh::{AxisSet, Mesh};
-use dplan_ir::plan::{Gathered, LayerPlan, Offload, Recompute, Zero};
+use dplan_ir::plan::{Clip, Gathered, LayerPlan, Offload, Recompute, Zero};
 use dplan_ir::program::align;
 use dplan_ir::reshard::Step;
 use dplan_ir::rule::Assignment;
@@ -151,7 +151,7 @@ fn plans_that_do_not_fit_the_graph_are_refused() {
     let good = case.plan(&graph);
     lower::lower(&graph, &good).unwrap();
     type Damage = fn(&mut dplan_ir::plan::Plan);
-    let cases: [(Damage, &str); 9] = [
+    let cases: [(Damage, &str); 10] = [
         (|p| p.dp = 0, "dp is 0"),
         (|p| p.tp = 1 << 40, "tp is 1099511627776, expected at most"),
         (|p| p.micro_batches = 0, "micro_batches is 0"),
@@ -161,6 +161,7 @@ fn plans_that_do_not_fit_the_graph_are_refused() {
         (|p| p.layers.push(0), "the plan names 5 layers, the graph has 4"),
         (|p| p.layers[2] = 99, "layer 2 uses option 99"),
         (|p| p.options[0].zero = Zero(4), "ZeRO stage 4"),
+        (|p| (p.compute, p.clip) = (DType::F16, Clip::None), "clip none in f16"),
     ];
     for (damage, says) in cases {
         let mut plan = good.clone();

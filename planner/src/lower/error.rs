@@ -1,5 +1,6 @@
 //! Why a plan cannot be lowered.
 
+use dplan_ir::dtype::DType;
 use dplan_ir::rule::Label;
 
 /// A plan that does not fit its graph, or that no program can carry out.
@@ -59,6 +60,10 @@ pub enum LowerError {
     TooLarge { what: &'static str, found: u64, most: u64 },
     #[error("ZeRO stage {found}, expected 0 to 3")]
     ZeroStage { found: u8 },
+    #[error(
+        "clip none in {compute}: the factor that clips is what scales the loss back and finds overflow, so clip by the global norm (`global_norm`)"
+    )]
+    Unclipped { compute: DType },
     #[error("the homes of tied parameter `{param}` have different ZeRO stages")]
     TiedZero { param: String },
     #[error("`{first}` and `{second}` are both used by several layers; one such parameter is supported")]

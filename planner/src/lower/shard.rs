@@ -11,7 +11,7 @@ use dplan_ir::graph::{Graph, Node, Phase};
 use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::op::Op;
 use dplan_ir::order::Order;
-use dplan_ir::plan::{LayerPlan, Plan};
+use dplan_ir::plan::{Clip, LayerPlan, Plan};
 use dplan_ir::rule::{Assignment, Label};
 use dplan_ir::sharded::{Sharded, Stmt};
 use dplan_ir::sharding::{Padded, Sharding, local_type};
@@ -250,6 +250,9 @@ fn check(graph: &Graph, plan: &Plan) -> Result<(), LowerError> {
     }
     if !plan.dp.is_multiple_of(plan.ep) {
         return Err(LowerError::Experts { dp: plan.dp, ep: plan.ep });
+    }
+    if plan.compute.scales_loss() && plan.clip == Clip::None {
+        return Err(LowerError::Unclipped { compute: plan.compute });
     }
     let layers = graph.layer_count();
     if plan.layers.len() != layers as usize {

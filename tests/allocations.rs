@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use dplan::runtime::{Batch, Options, Rows, Session};
 use dplan_ir::dtype::DType;
-use dplan_ir::optimizer::{Hyper, StepScalars};
+use dplan_ir::optimizer::{Hyper, Optimizer, StepScalars};
 use dplan_kernels::cpu::in_gemm;
 use dplan_planner::drawn::{Case, Dice, Ffn};
 use dplan_planner::lower;
@@ -45,7 +45,8 @@ fn steps_allocate_nothing_but_packing_buffers() {
         let mut dice = Dice(seed as u64);
         // At least as many ranks as cores, so that ranks compute on their own threads.
         let is_small = |c: &Case| c.model.ffn == ffn && c.dp == 2 && c.ranks() <= 8 && c.compute == DType::F64;
-        let case = std::iter::repeat_with(|| Case::drawn(&mut dice)).find(is_small).unwrap();
+        let mut case = std::iter::repeat_with(|| Case::drawn(&mut dice)).find(is_small).unwrap();
+        case.optimizer = Optimizer::ALL[seed % Optimizer::ALL.len()];
         let graph = case.graph();
         let program = lower::lower(&graph, &case.plan(&graph)).unwrap();
         let elems = |v| graph.shape(v).iter().product::<u64>() * case.micro_batches;

@@ -226,10 +226,12 @@ impl Generation {
     /// Rates of flash attention over the peak of the device, forward and backward, the masked half not counted.
     ///
     /// A100 and B200: medians of the operator benchmarks in SimuMax (causal kernels of 4096 tokens). H100, H200: the FlashAttention-2 kernels that the
-    /// frameworks of 2023 and 2024 call (arXiv:2307.08691 §4.1: up to 335 TFLOP/s without Hopper instructions). V100: no such kernel, batched products.
-    fn attention_rate(self) -> (f64, f64) {
+    /// frameworks of 2023 and 2024 call (arXiv:2307.08691 §4.1: up to 335 TFLOP/s without Hopper instructions), but Megatron-Core calls cuDNN's (arXiv:2407.08608
+    /// figures 5 and 6, heads of 128: near 0.6 and 0.5 of the peak). V100: no such kernel, batched products.
+    fn attention_rate(self, executor: Executor) -> (f64, f64) {
         match self {
             Generation::Ampere => (0.55, 0.46),
+            Generation::Hopper if executor == Executor::MegatronCore => (0.57, 0.48),
             Generation::Hopper => (0.40, 0.32),
             Generation::Blackwell => (0.40, 0.38),
             Generation::Other => (0.30, 0.25),

@@ -174,7 +174,9 @@ impl Pass<'_> {
             (Block::Routed, Some(experts)) => self.experts(experts, gain),
         };
 
-        let collectives = self.tensor_collectives() + self.context_collectives();
+        // Megatron-Core passes keys and values around a ring, beside the attention to those at hand.
+        let beside = if self.executor == Executor::MegatronCore { attention } else { 0.0 };
+        let collectives = self.tensor_collectives() + (self.context_collectives() - beside).max(0.0);
         // The gathered input of a product is gathered again for its weight gradient.
         let again = if layout.activations == Activations::Sharded { 1.25 } else { 1.0 };
         let mut forward = Layer { work: forward_products + attention + elementwise + experts.work, traffic: collectives + experts.traffic };
@@ -244,7 +246,7 @@ impl Pass<'_> {
         let (heads, s, d) = ((model.heads as f64 / layout.tp as f64).max(1.0), model.sequence as f64, model.head_dim as f64);
         let count = layout.micro_batch as f64 * heads;
         if self.executor.flash() {
-            let (rate, rate_back) = self.generation().attention_rate();
+            let (rate, rate_back) = self.generation().attention_rate(self.executor);
             let mut speed = self.peak() * self.sustained();
             if self.executor == Executor::MosaicFsdp {
                 speed *= self.get(Constant::TritonAttention);

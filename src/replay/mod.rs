@@ -1,7 +1,7 @@
 //! Published runs, priced: each row of a table of measurements becomes a model, a machine, a layout and an executor, or a reason why it cannot.
 //!
 //! Times are compared first. A row that prints FLOP/s only is converted by the formula its source states, where that is one of those known here; memory is
-//! compared by the counter the row names. Nothing is taken from a row's measurement to price it.
+//! compared by the counter the row names. Nothing is taken from a row's measurement to price it, but through the constants that all rows together were fitted with.
 
 mod refit;
 mod row;
@@ -11,7 +11,7 @@ pub use refit::{Refit, refit};
 pub use row::read;
 pub use score::{BORDERLINE, DIFFERENT, Score, Scores, score};
 
-use dplan_planner::executor::{Constant, Constants, Decoder, Executor, Layout, Memory, Step, memory, price};
+use dplan_planner::executor::{Constant, Constants, Decoder, Executor, Layout, Memory, Step, line_rate, memory, price};
 use dplan_planner::machine::{Link, Machine};
 use dplan_planner::units::Millionths;
 
@@ -62,8 +62,10 @@ pub struct Run {
 pub enum Fabric {
     /// The network reads device memory.
     Direct,
-    /// Through host memory, at 400 Gb/s a node.
-    Staged,
+    /// Through host memory.
+    OmniPath,
+    /// At a rate that nobody stated.
+    Unstated,
 }
 
 impl Run {
@@ -71,10 +73,14 @@ impl Run {
         let price = |machine: &Machine| price(&self.model, &self.layout, self.executor, machine, constants);
         match self.fabric {
             Fabric::Direct => price(&self.machine),
-            Fabric::Staged => {
-                let share = Millionths((constants.get(Constant::Staged) * 1e6) as u64);
+            Fabric::OmniPath => {
+                let share = Millionths((constants.get(Constant::OmniPath) * 1e6) as u64);
                 let inter = Link { bandwidth: share.of(self.machine.inter.bandwidth), ..self.machine.inter };
                 price(&Machine { inter, ..self.machine.clone() })
+            }
+            Fabric::Unstated => {
+                let bits = constants.get(Constant::UnstatedNetwork) * 1e9;
+                price(&line_rate(bits, self.machine.per_node).under(self.machine.clone()))
             }
         }
     }

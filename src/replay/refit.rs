@@ -1,4 +1,5 @@
-//! The executors' constants fitted again, and how well each source is predicted by a fit that never saw it.
+//! The executors' constants fitted again, and how well each source is predicted by a fit without it: a constant that
+//! only its rows inform keeps the committed value there.
 //!
 //! The loss is the mean error of each source over the error aimed at, and what is above 0.97 of that counts again, threefold; the median over all rows
 //! counts like a source, and so does the share of pairs in the wrong order. Steps are taken along one constant at a time, halved where none helps; the order

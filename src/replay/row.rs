@@ -10,11 +10,7 @@ use std::io::Read;
 /// A vocabulary that is not stated is taken as GPT-2's, padded as Megatron pads it.
 const USUAL_VOCABULARY: u64 = 50_304;
 
-/// Latent attention as all published models have it (DeepSeek-V2 and V3: `q_lora_rank`, `kv_lora_rank`, `qk_rope_head_dim`), and its heads' `v_head_dim`.
-const LATENT: Latent = Latent { query: 1536, key_value: 512, rope: 64 };
-const LATENT_HEAD: u64 = 128;
-
-/// Above what any run has of anything; and a product of three such numbers, of which prices are made, is far from overflow.
+/// Above what any run has of anything; and a product of four such numbers, of which prices are made, is far from overflow.
 const MOST: u64 = 1 << 20;
 
 #[derive(Debug, thiserror::Error)]
@@ -75,6 +71,10 @@ impl Fields<'_> {
     fn whole(&self, column: &str) -> Option<u64> {
         self.number(column).filter(|x| x.fract() == 0.0 && *x <= MOST as f64).map(|x| x as u64)
     }
+    /// Nothing if it is not stated.
+    fn stated(&self, column: &str) -> Result<Option<u64>, String> {
+        if self.text(column).is_empty() { Ok(None) } else { self.need(column).map(Some) }
+    }
     fn need(&self, column: &str) -> Result<u64, String> {
         self.whole(column).ok_or_else(|| match self.text(column) {
             "" => format!("{column} is not stated"),
@@ -91,14 +91,14 @@ fn run(f: &Fields<'_>) -> Result<Run, String> {
     }
     let (hidden, heads) = (f.need("hidden")?, f.need("heads")?);
     let experts = experts(f)?;
-    let latent = f.text("arch").contains("mla").then_some(LATENT);
+    let latent = latent(f)?;
     let model = Decoder {
         layers: f.need("layers")?,
         hidden,
         heads,
         kv_heads: f.whole("kv_heads").unwrap_or(heads),
-        head_dim: if latent.is_some() { LATENT_HEAD } else { f.whole("head_dim").unwrap_or(hidden / heads).max(1) },
-        latent,
+        head_dim: latent.map_or_else(|| f.whole("head_dim").unwrap_or(hidden / heads).max(1), |l| l.1),
+        latent: latent.map(|l| l.0),
         ffn: if experts.is_some_and(|e| e.dense_layers == 0) { f.whole("ffn").unwrap_or(1) } else { f.need("ffn")? },
         mlp: if f.text("gated_mlp") == "true" { Mlp::Gated } else { Mlp::Plain },
         experts,
@@ -112,13 +112,20 @@ fn run(f: &Fields<'_>) -> Result<Run, String> {
     if [dp, tp, pp].iter().try_fold(cp, |n, x| n.checked_mul(*x)) != Some(ranks) {
         return Err(format!("dp {dp} · tp {tp} · pp {pp} · cp {cp} is not {ranks} devices"));
     }
-    let (ep, etp) = (f.whole("ep").unwrap_or(1), f.whole("etp").unwrap_or(1));
-    if experts.is_some() {
-        if matches!(executor, Executor::Megatron2021 | Executor::DeepSpeed) {
-            return Err(format!("routed experts are not priced for {}", executor.name()));
+    // Where nothing is stated, experts are divided by nobody, as Megatron-Core's are without its flags; each of them is divided as everything else is.
+    let (ep, etp) = (f.stated("ep")?.unwrap_or(1), f.stated("etp")?.unwrap_or(tp));
+    if let Some(experts) = experts {
+        match executor {
+            Executor::MegatronCore | Executor::Fsdp2 | Executor::Fsdp2Compiled | Executor::MosaicFsdp => {}
+            Executor::Megatron2021 | Executor::DeepSpeed | Executor::Nanotron => {
+                return Err(format!("routed experts are not priced for {}", executor.name()));
+            }
         }
-        if ep.checked_mul(etp).is_none_or(|n| !(dp * tp * cp).is_multiple_of(n)) {
-            return Err(format!("ep {ep} · etp {etp} does not divide dp {dp} · tp {tp} · cp {cp}"));
+        if !experts.count.is_multiple_of(ep) || etp != tp || !(dp * cp).is_multiple_of(ep) {
+            return Err(format!(
+                "{} experts over ep {ep} · etp {etp} are not priced: ep divides them and dp {dp} · cp {cp}, etp is tp {tp}",
+                experts.count
+            ));
         }
     }
     let micro_batch = f.need("mbs")?;
@@ -129,13 +136,15 @@ fn run(f: &Fields<'_>) -> Result<Run, String> {
         (None, None) => return Err("gbs is not stated".into()),
     };
     let stage = f.text("zero_stage").chars().next().and_then(|c| c.to_digit(10));
+    if stage.is_some_and(|stage| stage > 3) {
+        return Err(format!("zero_stage is `{}`, expected 0 to 3", f.text("zero_stage")));
+    }
     let layout = Layout {
         dp,
         tp,
         pp,
         cp,
         ep,
-        etp,
         virtual_stages: f.whole("vpp").unwrap_or(1),
         micro_batch,
         micro_batches,
@@ -154,17 +163,30 @@ fn run(f: &Fields<'_>) -> Result<Run, String> {
     };
     let machine = machine(f, ranks)?;
     // Where nothing is stated: whether DeepSpeed used ZeRO and Megatron-Core its distributed optimizer cannot be known; before them there was neither.
-    let without_zero = match executor {
-        Executor::MegatronCore => layout.dp * layout.cp == 1,
-        _ => !f.text("framework").contains("DeepSpeed"),
-    };
+    let without_zero = if executor == Executor::MegatronCore { layout.dp * layout.cp == 1 } else { !f.text("framework").contains("DeepSpeed") };
     Ok(Run { model, layout, executor, machine, fabric: fabric(f), states_known: stage.is_some() || without_zero })
 }
 
+/// An `n_experts` that is not stated is none.
 fn experts(f: &Fields<'_>) -> Result<Option<Experts>, String> {
-    let Some(count) = f.whole("n_experts") else { return Ok(None) };
-    let dense_layers = f.whole("n_dense_layers").unwrap_or(0);
-    Ok(Some(Experts { count, chosen: f.need("top_k")?, ffn: f.need("moe_ffn")?, shared: f.whole("shared_expert_ffn").unwrap_or(0), dense_layers }))
+    let Some(count) = f.stated("n_experts")? else { return Ok(None) };
+    let (chosen, ffn) = (f.need("top_k")?, f.need("moe_ffn")?);
+    if chosen > count {
+        return Err(format!("top_k {chosen} of {count} experts"));
+    }
+    let or_none = |column| if f.text(column) == "0" { Ok(0) } else { f.stated(column).map(|n| n.unwrap_or(0)) };
+    Ok(Some(Experts { count, chosen, ffn, shared: or_none("shared_expert_ffn")?, dense_layers: or_none("n_dense_layers")? }))
+}
+
+/// Widths of compressed vectors and heads are not in the table; DeepSeek-V2 and V3 have the same (`q_lora_rank`, `kv_lora_rank`, `qk_rope_head_dim`, `v_head_dim`).
+fn latent(f: &Fields<'_>) -> Result<Option<(Latent, u64)>, String> {
+    if !f.text("arch").contains("mla") {
+        return Ok(None);
+    }
+    let model = f.text("model_name").to_lowercase().replace(['-', ' '], "_");
+    let known = ["deepseek_v2", "deepseek_v3"].iter().any(|name| model.starts_with(name)) && !model.contains("lite");
+    let widths = (Latent { query: 1536, key_value: 512, rope: 64 }, 128);
+    if known { Ok(Some(widths)) } else { Err(format!("widths of the latent attention of `{}` are not known", f.text("model_name"))) }
 }
 
 fn executor(f: &Fields<'_>) -> Result<Executor, String> {
@@ -220,11 +242,12 @@ fn machine(f: &Fields<'_>, ranks: u64) -> Result<Machine, String> {
     })
 }
 
-/// Jean Zay's A100 partition, in the project's own description, has four Omni-Path links of 100 Gb/s a node. Of Nanotron's old benchmark no network is
-/// stated; on two nodes its reductions of gradients alone take seconds, as they would there and no network that reads device memory does.
+/// Jean Zay's A100 partition, in the project's own description, has four Omni-Path links of 100 Gb/s a node. Of Nanotron's old benchmark no network is stated, and
+/// none that such nodes come with explains its times: its rate is one of the fitted constants.
 fn fabric(f: &Fields<'_>) -> Fabric {
     match f.text("source_id") {
-        source if source.starts_with("bloom_") || source == "nanotron_old_bench" => Fabric::Staged,
+        source if source.starts_with("bloom_") => Fabric::OmniPath,
+        "nanotron_old_bench" => Fabric::Unstated,
         _ => Fabric::Direct,
     }
 }
@@ -232,7 +255,7 @@ fn fabric(f: &Fields<'_>) -> Fabric {
 /// Bits per second of a node, where it is known.
 fn network(f: &Fields<'_>, per_node: u64) -> Option<f64> {
     let text = f.text("inter_node");
-    if fabric(f) == Fabric::Staged {
+    if fabric(f) == Fabric::OmniPath {
         return Some(400e9);
     }
     if let Some(before) = text.split(" Gb/s per node").next().filter(|b| b.len() < text.len()) {

@@ -55,9 +55,9 @@ impl Rank<'_> {
         let embedding = (model.vocab * model.hidden) as f64 / t;
         let own_head = last && (model.embeddings == Embeddings::Apart || layout.pp > 1);
         let common = stage.sum(|block| model.common_parameters(block, t)) + f64::from(u8::from(first) + u8::from(own_head)) * embedding;
-        let experts = stage.routed * model.expert_parameters() / (layout.ep * layout.etp) as f64;
+        let experts = stage.routed * model.expert_parameters() / (layout.ep * layout.tp) as f64;
         let replicas = (layout.dp * layout.cp) as f64;
-        let states = self.states(common, replicas) + self.states(experts, (replicas * t / (layout.ep * layout.etp) as f64).max(1.0));
+        let states = self.states(common, replicas) + self.states(experts, replicas / layout.ep as f64);
         // Two layers are whole at a time.
         let gathered = if layout.zero >= 3 { 2.0 * 2.0 * (common + experts) / stage.layers().max(2.0) } else { 0.0 };
         // ZeRO's buckets; the optimizer with 32-bit gradients has none.
@@ -130,8 +130,8 @@ impl Rank<'_> {
             (Block::Dense, _) | (Block::Routed, None) => 0.0,
             // Rows as experts take them and give them back, and what is between.
             (Block::Routed, Some(experts)) => {
-                let ffn = experts.ffn as f64 / self.layout.etp as f64;
-                experts.chosen as f64 * (4.0 * hidden + 2.0 * (model.wide(ffn) + ffn)) * self.layout.etp as f64 / t
+                let ffn = experts.ffn as f64 / t;
+                experts.chosen as f64 * (4.0 * hidden + 2.0 * (model.wide(ffn) + ffn))
             }
         };
         tokens * (norms + (attention + 2.0 * (model.wide(narrow) + narrow) + unfused) / t + routed)

@@ -25,10 +25,8 @@ pub struct Layout {
     pub tp: u64,
     pub pp: u64,
     pub cp: u64,
-    /// Ranks, of those that see different data, that divide the experts.
+    /// Ranks, of those that see different data, that divide the experts; each expert is divided by tensor parallelism, as everything is.
     pub ep: u64,
-    /// Ranks that divide each expert.
-    pub etp: u64,
     /// Chunks of layers of a stage.
     pub virtual_stages: u64,
     /// Sequences.
@@ -142,12 +140,12 @@ pub enum Constant {
     ElementwiseFused,
     /// Bytes moved for each parameter and micro-batch in DeepSpeed's accumulation of gradients.
     DeepSpeedAccumulation,
-    /// Rate of products in eight bits over sixteen, scaling included.
-    EightBitGain,
+    /// Line rate of the one network that no source states (Nanotron's old benchmark), gigabits per second of a node.
+    UnstatedNetwork,
     /// Time that devices wait for the host at a transfer between stages whose shape it reads first (Nanotron), seconds.
     HostHop,
-    /// What a network without direct access to device memory (Omni-Path) reaches of one that has it, at the same line rate.
-    Staged,
+    /// What Omni-Path without direct access to device memory reaches of a network that has it, at the same line rate.
+    OmniPath,
     /// Least time of the host for the forward pass of a layer, seconds; 1.6 times as much backward.
     HostLayer,
 }
@@ -162,16 +160,16 @@ impl Constant {
         (Constant::ElementwiseEager, "elementwise_eager"),
         (Constant::ElementwiseFused, "elementwise_fused"),
         (Constant::DeepSpeedAccumulation, "deepspeed_accumulation_bytes"),
-        (Constant::EightBitGain, "eight_bit_gain"),
+        (Constant::UnstatedNetwork, "unstated_network_gigabits"),
         (Constant::HostHop, "host_hop_seconds"),
-        (Constant::Staged, "staged_network"),
+        (Constant::OmniPath, "omni_path"),
         (Constant::HostLayer, "host_layer_seconds"),
     ];
 }
 
 impl Constants {
     /// As fitted by `dplan replay --refit` to the published runs.
-    pub const FITTED: Constants = Constants([0.9465, 0.779, 0.8944, 0.6807, 0.7093, 2.985, 1.25, 43.3, 1.952, 0.0116, 0.291, 0.00203]);
+    pub const FITTED: Constants = Constants([0.9436, 0.7778, 0.8785, 0.6678, 0.7115, 2.956, 1.2062, 43.36, 116.6, 0.0116, 0.2967, 0.00203]);
 
     pub fn get(&self, constant: Constant) -> f64 {
         self.0[constant as usize]

@@ -1,7 +1,7 @@
 //! Time of a step.
 //!
 //! ```text
-//! layer  = products + attention + elementwise + collectives of tp            (forward; backward: two products each, attention ×2.5, elementwise ×1.7)
+//! layer  = products + attention + elementwise + experts + collectives        (forward; backward: two products each, attention ×2.5, elementwise ×1.7)
 //! stage  = layers · (forward + backward + recompute) [+ head]                (of one micro-batch)
 //! step   = m · slowest stage + (others once)/virtual + transfers + synchronisation − what overlaps + optimizer
 //! ```
@@ -22,6 +22,9 @@ const OPTIMIZER_BYTES: f64 = 32.0;
 
 /// Bytes moved for each logit by a loss whose kernels are fused: 16-bit logits, a 32-bit copy, its gradient, and that in 16 bits.
 const FUSED_LOGITS: f64 = 20.0;
+
+/// Rate of products in eight bits over sixteen, as datasheets have it.
+const EIGHT_BIT_GAIN: f64 = 2.0;
 
 /// By Nanotron's (`sharded_cross_entropy`): a 32-bit copy, its maximum, differences, exponentials, their sum and quotients, each a kernel; backward one product
 /// and the cast back.
@@ -70,7 +73,7 @@ struct Pass<'a> {
 #[derive(Clone, Copy, Default)]
 struct Layer {
     work: f64,
-    /// Of tensor parallelism, not overlapped.
+    /// Of tensor and context parallelism, and rows to experts and back; not overlapped.
     traffic: f64,
 }
 
@@ -148,7 +151,7 @@ impl Pass<'_> {
         let (t, tokens, hidden) = (layout.tp as f64, self.tokens(), model.hidden as f64);
         let gain = match layout.precision {
             Precision::Half | Precision::Mixed | Precision::EightByRow => 1.0,
-            Precision::Eight => self.get(Constant::EightBitGain),
+            Precision::Eight => EIGHT_BIT_GAIN,
         };
         let common = [model.attention_products(t), model.mlp_products(block, t)].concat();
         let (forward_products, backward_products) = self.products(1.0, tokens, &common, gain);
@@ -213,16 +216,20 @@ impl Pass<'_> {
     /// Routed experts, forward and backward: rows are put in the order of experts and sent to their ranks, pass two products, come back, and are summed.
     fn experts(&self, experts: Experts, gain: f64) -> (Layer, Layer) {
         let (model, layout) = (self.model, self.layout);
-        let etp = layout.etp as f64;
-        // Tokens are spread evenly over experts, and over tensor-parallel ranks where these do not divide an expert.
-        let rows = self.tokens() * experts.chosen as f64 * etp / layout.tp as f64;
+        let t = layout.tp as f64;
+        // Tokens are spread evenly over experts.
+        let rows = self.tokens() * experts.chosen as f64;
         let here = (experts.count as f64 / layout.ep as f64).max(1.0);
-        let (forward, backward) = self.products(here, rows / here, &model.expert_products(experts, etp), gain);
-        let (hidden, narrow) = (model.hidden as f64, experts.ffn as f64 / etp);
+        let (forward, backward) = self.products(here, rows / here, &model.expert_products(experts, t), gain);
+        let (hidden, narrow) = (model.hidden as f64, experts.ffn as f64 / t);
         // Five times a row is read and written: into the order of ranks, of experts, back again twice, and scaled by its weight; the activation reads and writes
         // what is between products.
         let moved = self.sweep(20.0 * hidden * rows) + self.sweep(2.0 * (model.wide(narrow) + narrow) * rows);
-        let traffic = 2.0 * self.all_to_all(2.0 * hidden * rows / etp);
+        // Tensor-parallel ranks send what each of them has, and put together what they need.
+        let bytes = 2.0 * hidden * rows;
+        let together =
+            if layout.tp > 1 { self.tensor_time(Pattern::AllGather, bytes) + self.tensor_time(Pattern::ReduceScatter, bytes) } else { 0.0 };
+        let traffic = 2.0 * self.all_to_all(bytes / t) + together;
         (Layer { work: forward + moved, traffic }, Layer { work: backward + 1.7 * moved, traffic })
     }
 
@@ -233,8 +240,8 @@ impl Pass<'_> {
             return 0.0;
         }
         let group = self.spread(ranks);
-        let inside = self.machine.curves.time(Op::AllToAll, group.local, bytes as u64, self.machine.intra.latency);
         let part = |members: u64| bytes * members as f64 / ranks as f64;
+        let inside = self.machine.curves.time(Op::AllToAll, group.local, part(group.local) as u64, self.machine.intra.latency);
         let near = inside.map_or_else(|| message_seconds(self.machine.intra, part(group.local - 1)), |time| time.seconds());
         let far = if group.nodes > 1 { message_seconds(self.machine.inter, part(ranks - group.local)) } else { 0.0 };
         near.max(far)
@@ -273,20 +280,23 @@ impl Pass<'_> {
 
     /// Both collectives of a layer and pass.
     fn tensor_collectives(&self) -> f64 {
-        let layout = self.layout;
-        if layout.tp == 1 {
+        if self.layout.tp == 1 {
             return 0.0;
         }
-        let local = layout.tp.min(self.machine.per_node);
-        let group = Group { local, nodes: layout.tp.div_ceil(local) };
-        let bytes = (2.0 * self.tokens() * self.model.hidden as f64) as u64;
-        let time = |pattern| group_time(self.machine, group, pattern, bytes).seconds();
-        let one = match layout.activations {
-            Activations::Replicated => time(Pattern::AllReduce),
-            Activations::Sharded => time(Pattern::AllGather) + time(Pattern::ReduceScatter),
+        let bytes = 2.0 * self.tokens() * self.model.hidden as f64;
+        let one = match self.layout.activations {
+            Activations::Replicated => self.tensor_time(Pattern::AllReduce, bytes),
+            Activations::Sharded => self.tensor_time(Pattern::AllGather, bytes) + self.tensor_time(Pattern::ReduceScatter, bytes),
         };
         // Where it runs beside products (asynchronous tensor parallelism), they take as much longer.
         2.0 * one
+    }
+
+    /// Over the ranks of a tensor-parallel group.
+    fn tensor_time(&self, pattern: Pattern, bytes: f64) -> f64 {
+        let local = self.layout.tp.min(self.machine.per_node);
+        let group = Group { local, nodes: self.layout.tp.div_ceil(local) };
+        group_time(self.machine, group, pattern, bytes as u64).seconds()
     }
 
     /// Keys and values of the whole sequence, gathered over context-parallel ranks; their gradients go back the same way.
@@ -295,7 +305,8 @@ impl Pass<'_> {
         if layout.cp == 1 {
             return 0.0;
         }
-        let width = 2.0 * (self.model.kv_heads * self.model.head_dim) as f64 / layout.tp as f64;
+        let keys = if self.model.latent.is_some() { self.model.query_width() } else { (self.model.kv_heads * self.model.head_dim) as f64 };
+        let width = (keys + (self.model.kv_heads * self.model.head_dim) as f64) / layout.tp as f64;
         let bytes = 2.0 * (self.model.sequence * layout.micro_batch) as f64 * width;
         group_time(self.machine, self.spread(layout.cp), Pattern::AllGather, bytes as u64).seconds()
     }
@@ -316,7 +327,7 @@ impl Pass<'_> {
 
     /// Weights of one layer's experts on one rank.
     fn own_experts(&self) -> f64 {
-        self.model.expert_parameters() / (self.layout.ep * self.layout.etp) as f64
+        self.model.expert_parameters() / (self.layout.ep * self.layout.tp) as f64
     }
 
     /// Parameters that a rank updates.
@@ -328,7 +339,7 @@ impl Pass<'_> {
 
     /// Ranks that have the same experts.
     fn expert_replicas(&self) -> u64 {
-        (self.replicas() * self.layout.tp / (self.layout.ep * self.layout.etp)).max(1)
+        self.replicas() / self.layout.ep
     }
 
     fn replicas(&self) -> u64 {

@@ -2,7 +2,7 @@
 //!
 //! | executor | layers of stages |
 //! |---|---|
-//! | Megatron, DeepSpeed | equal; where they do not divide, but would with embedding and head counted as one each, the two ends have one less |
+//! | Megatron, DeepSpeed | equal, in parts of a layer if need be; where they do not divide, but would with embedding and head counted as one each, the two ends have one less |
 //! | Nanotron | by cost: a stage takes layers until their products, with the head's, exceed its share of all |
 //!
 //! The first is Megatron-DeepSpeed's `partition_method="type:transformer|embedding"`, the other `get_block_compute_costs` in Nanotron's `models/base.py`:
@@ -95,7 +95,6 @@ mod tests {
             pp,
             cp: 1,
             ep: 1,
-            etp: 1,
             virtual_stages: 1,
             micro_batch: 1,
             micro_batches: 8,

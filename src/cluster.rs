@@ -86,6 +86,11 @@ pub struct MachineJson {
     pub inter: Option<LinkJson>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host: Option<LinkJson>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub nvme: Option<LinkJson>,
+    /// What each device may take of its host's memory for what is offloaded.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_memory_bytes: Option<u64>,
     /// Measured times of collectives inside a node.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub collectives: Vec<CurveJson>,
@@ -208,6 +213,8 @@ pub fn machine_json(machine: &Machine) -> MachineJson {
         intra: link(&machine.intra),
         inter: link(&machine.inter),
         host: link(&machine.host),
+        nvme: link(&machine.nvme),
+        host_memory_bytes: machine.host_memory.map(|b| b.0),
         collectives: machine
             .curves
             .all()
@@ -259,12 +266,15 @@ fn machine_from(json: MachineJson) -> Result<Machine, ClusterError> {
                 launch: Nanos(d.launch_nanoseconds),
                 context: Bytes(d.context_bytes),
             };
+            machine.host_memory = None;
             machine
         }
     };
     machine.intra = json.intra.map_or(machine.intra, link_from);
     machine.inter = json.inter.map_or(machine.inter, link_from);
     machine.host = json.host.map_or(machine.host, link_from);
+    machine.nvme = json.nvme.map_or(machine.nvme, link_from);
+    machine.host_memory = json.host_memory_bytes.map(Bytes).or(machine.host_memory);
     if !json.collectives.is_empty() {
         machine.curves = Arc::new(curves(json.collectives)?);
     }
@@ -346,6 +356,7 @@ fn check(machine: &Machine) -> Result<(), ClusterError> {
     check_link(["intra.bandwidth_bytes_per_second", "intra.latency_nanoseconds"], &machine.intra)?;
     check_link(["inter.bandwidth_bytes_per_second", "inter.latency_nanoseconds"], &machine.inter)?;
     check_link(["host.bandwidth_bytes_per_second", "host.latency_nanoseconds"], &machine.host)?;
+    check_link(["nvme.bandwidth_bytes_per_second", "nvme.latency_nanoseconds"], &machine.nvme)?;
     if d.context.0 >= d.memory.0 {
         return Err(ClusterError::Value { at: "device.context_bytes", what: format!("is {}, all of the memory", d.context.0) });
     }

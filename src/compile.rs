@@ -104,7 +104,7 @@ pub fn compile(forward: &Graph, options: &Options<'_>) -> Result<Compiled, Compi
         let textbook = scope.spawn(|| {
             let late = || options.deadline.is_some_and(|late| late());
             let planner = Planner::new(request());
-            planner.map_or_else(|_| Vec::new(), |mut p| baselines(&p.problem, &mut p.prices, options.cluster.whole().per_node, &late))
+            planner.map_or_else(|_| Vec::new(), |mut p| baselines(&p.problem, &mut p.prices, options.cluster.node(), &late))
         });
         let planned = plan_and_lower(&graph, &classes, request(), options.solver, &dump);
         (planned, textbook.join())
@@ -136,7 +136,7 @@ pub fn textbook(forward: &Graph, options: &Options<'_>) -> Result<Vec<Baseline>,
     let graph = grad::differentiate(forward)?;
     let classes = layers::classes(&graph);
     let mut planner = Planner::new(options.request(&graph, &classes))?;
-    Ok(baselines(&planner.problem, &mut planner.prices, options.cluster.whole().per_node, &|| false))
+    Ok(baselines(&planner.problem, &mut planner.prices, options.cluster.node(), &|| false))
 }
 
 /// The fewest devices on which a plan fits, in whole nodes where there are several.

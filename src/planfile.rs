@@ -193,8 +193,9 @@ impl PlanFile {
             }
             options.push(LayerPlan {
                 zero: Zero(o.zero),
-                offload: Offload::from_name(&o.offload)
-                    .ok_or_else(|| wrong(&at("offload"), format!("`{}`: expected none or optimizer", o.offload)))?,
+                offload: Offload::from_name(&o.offload).ok_or_else(|| {
+                    wrong(&at("offload"), format!("`{}`: expected one of {}", o.offload, Offload::ALL.map(Offload::name).join(", ")))
+                })?,
                 recompute: Recompute::from_name(&o.recompute)
                     .ok_or_else(|| wrong(&at("recompute"), format!("`{}`: expected none, selective or full", o.recompute)))?,
                 gathered: gathered_from(&o.gathered).ok_or_else(|| wrong(&at("gathered"), format!("`{}`: expected keep or again", o.gathered)))?,

@@ -176,7 +176,9 @@ fn what_does_not_fit_says_by_how_much_and_what_would() {
         .replace("\"num_hidden_layers\": 2", "\"num_hidden_layers\": 80");
     fs::write(dir.join("config.json"), config).unwrap();
     let out = dir.join("plan.json");
-    let args = ["compile", dir.join("config.json").to_str().unwrap(), "--cluster", "a100-40g:1x1", "-o", out.to_str().unwrap()].map(String::from);
+    let args =
+        ["compile", dir.join("config.json").to_str().unwrap(), "--cluster", "a100-40g:1x1", "--pin", "offload=none", "-o", out.to_str().unwrap()]
+            .map(String::from);
     let output = dplan(&args);
     assert_eq!(output.status.code(), Some(1));
     let said = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));

@@ -22,6 +22,19 @@ fn random_compositions_train_as_one_device_does() {
     half(0..100);
 }
 
+/// Gradients of a tied table that two turns of the ring add to, one right after the other: the second turn once fetched the sum without what the first had added.
+#[test]
+fn turns_that_add_to_one_gradient_wait_for_each_other() {
+    for text in [
+        "tied=on dp=2 zero=3,0,3 offload=gradients,none,gradients",
+        "tied=on dp=2 zero=2,0,2 offload=gradients,none,gradients clip=on",
+        "tied=on dp=2 count=3 offload=gradients:nvme,none,gradients:nvme",
+        "tied=on dp=2 count=2 zero=3,1,3 offload=parameters:nvme,none,parameters:nvme",
+    ] {
+        check(&text.parse().unwrap()).unwrap_or_else(|fault| panic!("{text}: {fault}"));
+    }
+}
+
 #[test]
 fn more_random_compositions_train_as_one_device_does() {
     half(100..200);

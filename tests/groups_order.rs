@@ -10,7 +10,7 @@ use dplan::runtime::{Batch, Order, Rows, RuntimeError};
 use dplan_ir::dtype::DType;
 use dplan_ir::entity::{BufferId, SegmentId};
 use dplan_ir::optimizer::StepScalars;
-use dplan_ir::plan::Offload;
+use dplan_ir::plan::{Offload, Store};
 use dplan_ir::program::{Content, Instr, Issue, Pattern, Program, Role, SegmentKind, StageProgram, Stream};
 use groups::{BATCH, HYPER, LLAMA, MIXTRAL, batch, changed, check, divisor, import, named, plan, reasons, session, train, train_on, with};
 
@@ -69,15 +69,19 @@ fn any_order(file: &PlanFile, seeds: u64) {
 /// Group 15 (pytorch#180665): a buffer on its way to the host is freed, and used again, while the copy is still running.
 #[test]
 fn group_15_states_in_host_memory_are_safe_in_any_order_of_streams() {
-    for pins in ["dp=4,zero=0", "dp=4,zero=1", "dp=4,zero=3", "dp=2,pp=2,zero=2,micro=2"] {
+    let ways = [Offload::Optimizer(Store::Cpu), Offload::Gradients(Store::Cpu), Offload::Parameters(Store::Cpu), Offload::Parameters(Store::Nvme)];
+    for (pins, first) in ["dp=4,zero=0", "dp=4,zero=1", "dp=4,zero=3", "dp=2,pp=2,zero=2,micro=2"].into_iter().zip(0..) {
         let kept = plan(&import(LLAMA), 4, pins);
-        let file = changed(&kept, |file| file.plan.options.iter_mut().for_each(|o| o.offload = Offload::Optimizer));
-        assert!(file.program.stages.iter().all(|s| s.host_bytes > 0));
-        any_order(&file, 3);
-        let (here, there) = (train(&kept, Order::Eager), train(&file, Order::Eager));
-        assert!(here.losses == there.losses && here.params == there.params, "{pins}: moments in host memory change a bit");
+        // Of each layout all ways, half of them in any order.
+        for (way, nth) in ways.into_iter().zip(first..) {
+            let file = changed(&kept, |file| file.plan.options.iter_mut().for_each(|o| o.offload = way));
+            assert!(file.program.stages.iter().all(|s| s.host_bytes + s.file_bytes > 0));
+            any_order(&file, if nth % 2 == 0 { 3 } else { 0 });
+            let (here, there) = (train(&kept, Order::Eager), train(&file, Order::Eager));
+            assert!(here.losses == there.losses && here.params == there.params, "{pins}, {}: states elsewhere change a bit", way.name());
+        }
     }
-    let file = plan(&import(LLAMA), 2, "dp=2,zero=1,offload=optimizer");
+    let file = plan(&import(LLAMA), 2, "dp=2,zero=1,offload=parameters");
     let waits = sites(&file.program, |_, _, issue| issue.stream == Stream::Copy && matches!(issue.instr, Instr::Wait(_)));
     let reasons = refused(&file, "waits of the copy stream", waits.iter().map(|&site| without(&file.program, site)));
     assert!(reasons.iter().all(|why| why.contains("with no order between them")), "{reasons:?}");

@@ -4,6 +4,7 @@ use crate::dtype::DType;
 use crate::mesh::{Degrees, Mesh};
 use crate::optimizer::Optimizer;
 use crate::pipeline::Pipeline;
+use crate::program::Space;
 use crate::rule::Assignment;
 
 /// Order of the passes of micro-batches on a stage ([`crate::pipeline`] has the orders).
@@ -48,25 +49,72 @@ impl Schedule {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub struct Zero(pub u8);
 
-/// Which of a layer's states live in the memory of the host (arXiv:2101.06840).
+/// A memory beside the device's.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Store {
+    /// That of the host.
+    Cpu,
+    /// A file for each rank, on a disk of its node.
+    Nvme,
+}
+
+impl Store {
+    pub const ALL: [Store; 2] = [Store::Cpu, Store::Nvme];
+    pub fn space(self) -> Space {
+        match self {
+            Store::Cpu => Space::Host,
+            Store::Nvme => Space::File,
+        }
+    }
+}
+
+/// Which of a layer's states live in another memory (arXiv:2101.06840, arXiv:2104.07857): as with ZeRO, each way takes along what those before it take.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub enum Offload {
     #[default]
     None,
     /// Master copy and moments: the update copies them in and out.
-    Optimizer,
+    Optimizer(Store),
+    /// Also gradients: every backward pass copies the sum so far in and out.
+    Gradients(Store),
+    /// Also parameters: every pass copies them in.
+    Parameters(Store),
 }
 
 impl Offload {
-    pub const ALL: [Offload; 2] = [Offload::None, Offload::Optimizer];
+    pub const ALL: [Offload; 7] = [
+        Offload::None,
+        Offload::Optimizer(Store::Cpu),
+        Offload::Optimizer(Store::Nvme),
+        Offload::Gradients(Store::Cpu),
+        Offload::Gradients(Store::Nvme),
+        Offload::Parameters(Store::Cpu),
+        Offload::Parameters(Store::Nvme),
+    ];
     pub fn name(self) -> &'static str {
         match self {
             Offload::None => "none",
-            Offload::Optimizer => "optimizer",
+            Offload::Optimizer(Store::Cpu) => "optimizer",
+            Offload::Optimizer(Store::Nvme) => "optimizer:nvme",
+            Offload::Gradients(Store::Cpu) => "gradients",
+            Offload::Gradients(Store::Nvme) => "gradients:nvme",
+            Offload::Parameters(Store::Cpu) => "parameters",
+            Offload::Parameters(Store::Nvme) => "parameters:nvme",
         }
     }
     pub fn from_name(name: &str) -> Option<Offload> {
-        Offload::ALL.into_iter().find(|o| o.name() == name)
+        Offload::ALL.into_iter().find(|o| Some(o.name()) == Some(name.strip_suffix(":cpu").unwrap_or(name)))
+    }
+    /// Where it leads to, if anywhere.
+    pub fn store(self) -> Option<Store> {
+        match self {
+            Offload::None => None,
+            Offload::Optimizer(store) | Offload::Gradients(store) | Offload::Parameters(store) => Some(store),
+        }
+    }
+    /// Whether forward and backward passes copy, and not the update alone.
+    pub fn is_in_passes(self) -> bool {
+        matches!(self, Offload::Gradients(_) | Offload::Parameters(_))
     }
 }
 

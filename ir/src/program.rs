@@ -12,8 +12,8 @@
 //! ordered by events alone: `wait e` holds its stream until the latest `record e` issued before it (in issue order, over all streams) has completed;
 //! if none was issued in this step, it does not hold. A step begins when every stream of the rank has finished the step before.
 //!
-//! **Memory spaces.** Addresses run from the device's arena on into the host's: bytes from `arena_bytes` on are in the memory of the host, `host_bytes` of them.
-//! Every instruction works in the device's memory; `copy` alone goes between the two.
+//! **Memory spaces.** Addresses run from the device's arena on through the rank's other memories ([`Space`]): the host's, then a file. Every instruction works in the
+//! device's memory; `copy` alone goes between it and another.
 //!
 //! **Communicators.** A collective is met by the *group* of ranks that share its issuer's coordinates outside `axes`, on its stage or on all of
 //! `stages`. Group order: stages in order, then position along `axes`, major axis first; reductions add in that order, starting from the first.
@@ -39,6 +39,33 @@ pub fn align(bytes: u64) -> u64 {
     bytes.next_multiple_of(ALIGN)
 }
 
+/// A memory of a rank, in the order of their addresses.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Space {
+    /// The arena, in which ops work.
+    Device,
+    Host,
+    File,
+}
+
+impl Space {
+    pub const ALL: [Space; 3] = [Space::Device, Space::Host, Space::File];
+    pub fn name(self) -> &'static str {
+        match self {
+            Space::Device => "the device's memory",
+            Space::Host => "the memory of the host",
+            Space::File => "a file",
+        }
+    }
+    /// Rounds a size up, so that what lies behind is aligned: in a file, to what disks read and write at once.
+    pub fn align(self, bytes: u64) -> u64 {
+        match self {
+            Space::Device | Space::Host => align(bytes),
+            Space::File => bytes.next_multiple_of(4096),
+        }
+    }
+}
+
 /// The programs of all stages.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct Program {
@@ -61,6 +88,8 @@ pub struct StageProgram {
     pub arena_bytes: u64,
     /// Behind the arena: bytes in the memory of the host.
     pub host_bytes: u64,
+    /// Behind these: bytes in the rank's file.
+    pub file_bytes: u64,
     /// Named parts of the arena, for reports: `states`, `frames`, … In order, without gaps, covering the arena.
     pub regions: Vec<Region>,
     pub buckets: Table<BucketId, Bucket>,
@@ -71,14 +100,35 @@ pub struct StageProgram {
 }
 
 impl StageProgram {
-    /// End of all addresses, the host's included.
-    pub fn end(&self) -> u64 {
-        self.arena_bytes.saturating_add(self.host_bytes)
+    /// Bytes of a memory.
+    pub fn bytes_in(&self, space: Space) -> u64 {
+        match space {
+            Space::Device => self.arena_bytes,
+            Space::Host => self.host_bytes,
+            Space::File => self.file_bytes,
+        }
     }
 
-    /// Whether a buffer is in the memory of the host.
-    pub fn is_on_host(&self, buffer: BufferId) -> bool {
-        self.host_bytes > 0 && self.buffers[buffer].offset >= self.arena_bytes
+    /// Addresses of a memory.
+    pub fn range(&self, space: Space) -> Range<u64> {
+        let end = |of: Space| Space::ALL[..=of as usize].iter().fold(0u64, |sum, &s| sum.saturating_add(self.bytes_in(s)));
+        end(space) - self.bytes_in(space).min(end(space))..end(space)
+    }
+
+    /// End of all addresses.
+    pub fn end(&self) -> u64 {
+        self.range(Space::File).end
+    }
+
+    /// The memory that an address is in.
+    pub fn space_at(&self, address: u64) -> Space {
+        let is = |space: &Space| self.bytes_in(*space) > 0 && address >= self.range(*space).start;
+        Space::ALL.into_iter().rev().find(is).unwrap_or(Space::Device)
+    }
+
+    /// The memory that a buffer is in.
+    pub fn space(&self, buffer: BufferId) -> Space {
+        self.space_at(self.buffers[buffer].offset)
     }
 
     /// Where a role of a bucket lives between steps: the first of its flat buffers, in table order. Other flat buffers of that role hold it for a while
@@ -278,7 +328,7 @@ pub enum Stream {
     Compute,
     /// Collectives over data-parallel ranks, and across stages.
     Comm,
-    /// Copies between the memories of device and host.
+    /// Copies between the device's memory and others.
     Copy,
     SendForward,
     RecvForward,
@@ -415,7 +465,7 @@ pub enum Instr {
     Zero {
         dst: BufferId,
     },
-    /// dst ← src, of which one is on the host: a flat buffer, whole or a piece.
+    /// dst ← src, of which one is in the device's memory and the other is not: a flat buffer, whole or a piece.
     Copy {
         src: BufferId,
         dst: BufferId,

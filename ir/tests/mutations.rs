@@ -116,7 +116,7 @@ const FATAL: [Damage; 31] = [
 
 /// All but of copies, short types and working memory, which these programs have none of: `dplan fuzz --mutate` has them.
 fn damages() -> impl Iterator<Item = Damage> {
-    let absent = [Damage::DropCopy, Damage::CopyBackwards, Damage::LessHost, Damage::StaleParam, Damage::WithoutScratch];
+    let absent = [Damage::DropCopy, Damage::CopyBackwards, Damage::LessHost, Damage::LessFile, Damage::StaleParam, Damage::WithoutScratch];
     Damage::ALL.into_iter().filter(move |d| !absent.contains(d))
 }
 

@@ -1,7 +1,7 @@
 //! Textbook plans, priced under the same model, each at the best of its own degrees, micro-batch and recompute: all of them are in the space that was searched, so
-//! none is better than the plan (pins of the request apart).
+//! none is better than the plan (pins of the request apart). Those that offload are in it where one of them is better than all that do not ([`OFFLOADED`]).
 
-use crate::memory::{BucketSize, bucket_elems};
+use crate::memory::{BucketSize, bucket_elems, state_bytes};
 use crate::menu::{Choice, Menus};
 use crate::objective::{Home, Terms, beside};
 use crate::options::LayerOption;
@@ -9,11 +9,11 @@ use crate::pins::Pins;
 use crate::placement::Seat;
 use crate::prices::Prices;
 use crate::problem::Problem;
-use crate::search::{Found, explore};
+use crate::search::{Found, NEVER, explore_below};
 use crate::space::divisors;
-use crate::units::Nanos;
+use crate::units::{Bytes, Nanos};
 use dplan_ir::plan::{States, Zero};
-use dplan_ir::program::Role;
+use dplan_ir::program::{Role, Space};
 
 /// One row of the comparison.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -26,29 +26,46 @@ pub struct Baseline {
     pub asynchronous: bool,
 }
 
+/// A node, as far as textbook systems ask.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Node {
+    pub devices: u64,
+    /// What each device may take of its host's memory, if there is a limit.
+    pub host_memory: Option<Bytes>,
+}
+
+/// A textbook system that offloads: plain data parallelism in so many pieces.
+struct Offloaded {
+    name: &'static str,
+    zero: u8,
+    /// The quicker first.
+    ways: &'static [&'static str],
+}
+
+/// ZeRO-Offload (arXiv:2101.06840) keeps parameters; ZeRO-Infinity (arXiv:2104.07857) nothing, and goes to disks where the host has too little.
+const OFFLOADED: [Offloaded; 2] = [
+    Offloaded { name: "ZeRO-Offload", zero: 2, ways: &["gradients"] },
+    Offloaded { name: "ZeRO-Infinity", zero: 3, ways: &["parameters", "parameters:nvme"] },
+];
+
+impl Offloaded {
+    fn pins(&self, devices: u64, way: &str) -> String {
+        // One device has nothing to share out.
+        let zero = if devices == 1 { 0 } else { self.zero };
+        format!("tp=1,cp=1,ep=1,pp=1,zero={zero},offload={way}")
+    }
+}
+
 /// Widest tensor parallelism of Megatron-LM's published runs: one node.
 const MEGATRON_TP: u64 = 8;
 
 /// All baselines. `late` says that time is up; what was not finished then counts with the best it had.
-pub fn baselines(problem: &Problem, prices: &mut dyn Prices, per_node: u64, late: &dyn Fn() -> bool) -> Vec<Baseline> {
-    let mut best = |texts: &[String]| -> Option<Found> {
-        let mut best: Option<Found> = None;
-        // Textbook systems recompute everywhere or nowhere.
-        for (text, recompute) in texts.iter().flat_map(|t| ["none", "full"].map(|r| (t, r))) {
-            let Ok(pins) = Pins::parse(&format!("{text},recompute={recompute}")) else { continue };
-            let narrowed = problem.under(prices, pins);
-            if let Some(found) = explore(&narrowed, prices, late).best
-                && best.as_ref().is_none_or(|b| found.solution.objective < b.solution.objective)
-            {
-                best = Some(found);
-            }
-        }
-        best
-    };
+pub fn baselines(problem: &Problem, prices: &mut dyn Prices, node: Node, late: &dyn Fn() -> bool) -> Vec<Baseline> {
+    let mut best = |texts: &[String]| best_of(problem, prices, texts, node, NEVER, late);
     let data = |zero: u8| vec![format!("tp=1,cp=1,ep=1,pp=1,zero={zero}")];
     let stages: Vec<String> = divisors(problem.devices).filter(|&p| p > 1).map(|p| p.to_string()).collect();
     let pipeline = if stages.is_empty() { vec![] } else { vec![format!("tp=1,cp=1,ep=1,zero=0,schedule=gpipe,pp={}", stages.join("+"))] };
-    let widths: Vec<String> = divisors(problem.devices).filter(|&t| t <= MEGATRON_TP.min(per_node)).map(|t| t.to_string()).collect();
+    let widths: Vec<String> = divisors(problem.devices).filter(|&t| t <= MEGATRON_TP.min(node.devices)).map(|t| t.to_string()).collect();
     let megatron: Vec<String> = [0, 1].map(|zero| format!("tp={},cp=1,ep=1,zero={zero},schedule=1f1b", widths.join("+"))).into();
 
     let ddp = best(&data(0));
@@ -60,13 +77,49 @@ pub fn baselines(problem: &Problem, prices: &mut dyn Prices, per_node: u64, late
         ("GPipe", best(&pipeline).map(|f| f.solution.objective)),
         ("Megatron 3-D", best(&megatron).map(|f| f.solution.objective)),
     ];
+    for system in OFFLOADED {
+        let found = system.ways.iter().find_map(|way| best(&[system.pins(problem.devices, way)]));
+        rows.insert(rows.len() - 2, (system.name, found.map(|f| f.solution.objective)));
+    }
     // Fully sharded data parallelism is ZeRO-3 under another name.
     rows.insert(1, ("FSDP", rows[3].1));
-    let nodes = problem.devices.div_ceil(per_node);
+    let nodes = problem.devices.div_ceil(node.devices);
     rows.push(("parameter server", ddp.as_ref().map(|f| served(problem, prices, f, nodes))));
     rows.insert(0, ("DataParallel", ddp.map(|f| f.solution.objective + blocking(problem, prices, &f))));
     let row = |(name, step): (&'static str, Option<u64>)| Baseline { name, step: step.map(Nanos), fits: step.is_some(), asynchronous: false };
     rows.into_iter().map(row).collect()
+}
+
+/// Whether a textbook system that offloads is quicker than a plan that takes so long.
+pub fn offloaded_is_quicker(problem: &Problem, prices: &mut dyn Prices, node: Node, than: u64, late: &dyn Fn() -> bool) -> bool {
+    let pins = OFFLOADED.iter().flat_map(|system| system.ways.iter().map(|way| system.pins(problem.devices, way)));
+    best_of(problem, prices, &pins.collect::<Vec<_>>(), node, than, late).is_some()
+}
+
+/// The best plan under any of these pins that is below `cut`, and that the hosts of its devices can hold.
+fn best_of(problem: &Problem, prices: &mut dyn Prices, texts: &[String], node: Node, cut: u64, late: &dyn Fn() -> bool) -> Option<Found> {
+    let mut best: Option<Found> = None;
+    // Textbook systems recompute everywhere or nowhere.
+    for (text, recompute) in texts.iter().flat_map(|t| ["none", "full"].map(|r| (t, r))) {
+        let Ok(pins) = Pins::parse(&format!("{text},recompute={recompute}")) else { continue };
+        let below = best.as_ref().map_or(cut, |b| b.solution.objective);
+        if let Some(found) = explore_below(&problem.under(prices, pins), prices, below, late).best
+            && node.host_memory.is_none_or(|limit| on_host(problem, &found) <= limit.0)
+        {
+            best = Some(found);
+        }
+    }
+    best
+}
+
+/// What a plan of one stage keeps in the memory of the host, for each device.
+fn on_host(problem: &Problem, found: &Found) -> u64 {
+    let mesh = found.menus.tuple.mesh();
+    let kept = |Layer { choice, option, home }: Layer<'_>| -> u64 {
+        let own = option.bytes.buckets.iter().filter(|b| !b.tied || home != Home::Repeated);
+        own.map(|b| state_bytes(b, &mesh, choice.states, problem.types)[Space::Host as usize]).sum()
+    };
+    layers(problem, found).map(kept).sum()
 }
 
 /// What a plan takes if one device of each node serves an equal part of the parameters: all workers push gradients to it, beside the backward pass, and pull

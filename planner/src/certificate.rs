@@ -13,7 +13,7 @@ use crate::prices::{Floor, Links, Prices, Reference, scaled};
 use crate::problem::Problem;
 use crate::search::{Closed, How, trend_batches};
 use crate::space::{MOST_TP, Tuple, least_block, searched};
-use dplan_ir::plan::{Placement, Schedule, States, Zero};
+use dplan_ir::plan::{Placement, Schedule, States};
 use dplan_ir::sharding::Sharding;
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
@@ -367,7 +367,7 @@ pub(crate) fn weights(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple)
     };
     let sites = prices.groups().sites(tuple.placement, mesh.ranks(), p);
     // Ways of each kind: (site, least time, least end, what the tied parameter is like).
-    type Way = (usize, u64, u64, Option<(Sharding, Zero)>);
+    type Way = (usize, u64, u64, Option<(Sharding, States)>);
     let mut kinds: Vec<Vec<Way>> = vec![Vec::new(); problem.kinds.len()];
     for ((at_site, &(site, _)), kind) in sites.iter().enumerate().flat_map(|s| (0..problem.kinds.len()).map(move |kind| (s, kind))) {
         let (ways, kind) = (&mut kinds[kind], &problem.kinds[kind]);
@@ -380,7 +380,9 @@ pub(crate) fn weights(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple)
                 continue;
             }
             let zeros = kind.zero.iter().filter(|z| z.0 == 0 || tuple.dp * tuple.cp > 1 && !(parted && z.0 > 1));
-            for (&zero, &offload) in zeros.flat_map(|zero| kind.offload.iter().map(move |offload| (zero, offload))) {
+            for (&zero, &offload) in
+                zeros.flat_map(|zero| kind.offload.iter().filter(|o| !(parted && o.is_in_passes())).map(move |offload| (zero, offload)))
+            {
                 let shares = Home::ALL.map(|home| {
                     let sync = terms.sync(&offer.option.bytes, States { zero, offload }, home);
                     let of = match half {
@@ -390,7 +392,7 @@ pub(crate) fn weights(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple)
                     share(&pipeline, &of)
                 });
                 let least = |of: fn(&StageTime) -> u64| shares.iter().map(of).min().unwrap_or(0);
-                ways.push((at_site, least(|s| s.time), least(|s| s.end), offer.tie.clone().map(|sharding| (sharding, zero))));
+                ways.push((at_site, least(|s| s.time), least(|s| s.end), offer.tie.clone().map(|sharding| (sharding, States { zero, offload }))));
             }
         }
         // Sites are alike in what can run.
@@ -412,7 +414,7 @@ pub(crate) fn weights(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple)
     let terms = Terms { links: &*prices, site: sites[0].0, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 2.min(p) };
     let constant = terms.constant(p);
 
-    let mut ties: Vec<Option<(Sharding, Zero)>> = kinds.iter().flatten().map(|w| w.3.clone()).filter(Option::is_some).collect();
+    let mut ties: Vec<Option<(Sharding, States)>> = kinds.iter().flatten().map(|w| w.3.clone()).filter(Option::is_some).collect();
     ties.sort();
     ties.dedup();
     if ties.is_empty() {

@@ -3,27 +3,28 @@
 //!
 //! ```text
 //! arena = scalars + Σ_buckets state(zero) + Σ_layers (frames · frame + held · held) + boundary + max_layers workspace + 2 · max_layers ring(zero)
-//! host  = Σ_buckets offloaded state(zero)
+//! host, file = Σ_buckets offloaded state(zero)
 //! ```
 //! over the layers of all virtual stages of the stage; `frames` and `held` are those of a layer's virtual stage ([`Slots`]).
 //! - *state*: parameters, master copy (16-bit compute types only), gradients, moments, and LAMB's two sums for each parameter; each but those whole or one piece for each rank along data axes that do not shard the parameter, by ZeRO stage;
-//!   where the optimizer is offloaded, master copy and moments are in the memory of the host instead;
+//!   what is offloaded (master copy and moments; also gradients; also parameters) is in the memory of the host or in a file instead;
 //! - *frame* of a layer: its input and everything its backward pass reads (with full recompute: its input alone), one per micro-batch in flight;
 //! - *held* by a layer where backward passes come in halves: its cotangent and whatever else the weight half finds of the input half;
 //! - *workspace*: all other values of one layer, forward and backward, side by side (and with full recompute, what is computed again), and scratch; rounded up
 //!   to one of eight sizes in an octave ([`workspace_region`]), so that a search has few sizes to tell apart;
 //! - *ring*: two turns of gathered parameters (ZeRO 3) and of gradients before they are scattered (ZeRO 2 and 3), so that the next layer's gather
-//!   and the last layer's scatter overlap this layer's compute; in the update, two turns of a bucket's offloaded states, so that copies in and out overlap it;
+//!   and the last layer's scatter overlap this layer's compute; the same of parameters and gradients that are offloaded; in the update, two turns of a bucket's
+//!   offloaded states, so that copies in and out overlap it;
 //! - *boundary*: cotangents handed from layer to layer, and send and receive buffers between stages.
 //!
-//! Every single item is rounded up to [`align`].
+//! Every single item is rounded up as its memory asks ([`Space::align`]).
 
 use dplan_ir::dtype::DType;
 use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::pipeline::{Pipeline, Slots};
-use dplan_ir::plan::{Offload, States, Zero};
-use dplan_ir::program::{Role, align};
+use dplan_ir::plan::{Offload, States, Store, Zero};
+use dplan_ir::program::{Role, Space, align};
 
 /// Bucket pieces are a multiple of this many elements, so that each is aligned in every element type.
 pub const PIECE_ELEMS: u64 = 128;
@@ -65,6 +66,9 @@ pub struct LayerBytes {
     pub workspace: u64,
 }
 
+/// Bytes in the order of [`Space::ALL`].
+pub type PerSpace = [u64; Space::ALL.len()];
+
 /// Types and optimizer that all layers share.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct StateTypes {
@@ -103,12 +107,18 @@ pub fn in_pieces(role: Role, zero: Zero) -> bool {
     }
 }
 
-/// Whether a role lives in the memory of the host.
-pub fn is_offloaded(role: Role, offload: Offload) -> bool {
+/// Where a role lives, if not in the device's memory.
+pub fn away(role: Role, offload: Offload) -> Option<Store> {
     match (offload, role) {
-        (Offload::None, _) | (Offload::Optimizer, Role::Param | Role::Grad) => false,
-        (Offload::Optimizer, Role::Master | Role::Moment1 | Role::Moment2) => true,
+        (Offload::None, _) | (Offload::Optimizer(_), Role::Param | Role::Grad) | (Offload::Gradients(_), Role::Param) => None,
+        (Offload::Optimizer(store), Role::Master | Role::Moment1 | Role::Moment2) => Some(store),
+        (Offload::Gradients(store), Role::Master | Role::Grad | Role::Moment1 | Role::Moment2) | (Offload::Parameters(store), _) => Some(store),
     }
+}
+
+/// The memory that a role lives in.
+pub fn space(role: Role, offload: Offload) -> Space {
+    away(role, offload).map_or(Space::Device, Store::space)
 }
 
 /// Elements of a bucket, padded so that it cuts into `ways` equal aligned pieces.
@@ -127,22 +137,38 @@ pub fn trust_bytes(members: u64, types: StateTypes) -> u64 {
     if types.optimizer.trusts() { 2 * members * types.dtype(Role::Master).size() } else { 0 }
 }
 
-/// Persistent bytes of a bucket on one rank, in the memory of the device and in that of the host.
-pub fn state_bytes(bucket: &BucketSize, mesh: &Mesh, states: States, types: StateTypes) -> (u64, u64) {
+/// Persistent bytes of a bucket on one rank, in each memory.
+pub fn state_bytes(bucket: &BucketSize, mesh: &Mesh, states: States, types: StateTypes) -> PerSpace {
     let (elems, ways) = (bucket.elems, bucket.ways(mesh));
-    let (host, device): (Vec<Role>, Vec<Role>) = types.roles().into_iter().partition(|&role| is_offloaded(role, states.offload));
-    let sum = |roles: Vec<Role>| roles.into_iter().map(|role| align(role_bytes(role, elems, ways, states.zero, types))).sum();
-    (sum(device) + align(trust_bytes(bucket.members, types)), sum(host))
+    let mut bytes = PerSpace::default();
+    for role in types.roles() {
+        let space = space(role, states.offload);
+        bytes[space as usize] += space.align(role_bytes(role, elems, ways, states.zero, types));
+    }
+    bytes[Space::Device as usize] += align(trust_bytes(bucket.members, types));
+    bytes
 }
 
-/// Bytes of one turn of the ring for a layer: whole parameters at ZeRO 3 and whole gradients at ZeRO 2 and 3, or one bucket's offloaded states.
+/// Bytes of one turn of the ring that the update has a bucket's offloaded states in.
+fn staged_bytes(elems: u64, ways: u64, states: States, types: StateTypes) -> u64 {
+    let staged = types.roles().into_iter().filter(|&role| away(role, states.offload).is_some());
+    staged.map(|role| align(role_bytes(role, elems, ways, states.zero, types))).sum()
+}
+
+/// Bytes of one turn of the ring for a layer: in passes, whole parameters and gradients of which the arena has only pieces or nothing, and gradients that pieces are added
+/// to; in the update, one bucket's offloaded states.
 pub fn ring_bytes(layer: &LayerBytes, mesh: &Mesh, states: States, types: StateTypes) -> u64 {
-    // One rank holds everything anyway.
-    let shared = || layer.buckets.iter().map(|b| (b.elems, b.ways(mesh))).filter(|b| b.1 > 1);
-    let whole = |role| shared().map(|(elems, ways)| align(bucket_elems(elems, ways) * types.dtype(role).size())).sum::<u64>();
-    let gathered: u64 = [Role::Param, Role::Grad].into_iter().filter(|&r| in_pieces(r, states.zero)).map(whole).sum();
-    let staged = layer.buckets.iter().map(|b| state_bytes(b, mesh, states, types).1).max();
-    gathered.max(staged.unwrap_or(0))
+    let in_passes = |bucket: &BucketSize| -> u64 {
+        let (elems, ways) = (bucket.elems, bucket.ways(mesh));
+        let is_away = |role| away(role, states.offload).is_some();
+        // One rank holds everything anyway.
+        let is_shared = |role| ways > 1 && in_pieces(role, states.zero);
+        let whole = |role| align(bucket_elems(elems, ways) * types.dtype(role).size());
+        let added = if is_away(Role::Grad) && is_shared(Role::Grad) { align(role_bytes(Role::Grad, elems, ways, states.zero, types)) } else { 0 };
+        [Role::Param, Role::Grad].into_iter().filter(|&r| is_away(r) || is_shared(r)).map(whole).sum::<u64>() + added
+    };
+    let staged = layer.buckets.iter().map(|b| staged_bytes(b.elems, b.ways(mesh), states, types)).max();
+    layer.buckets.iter().map(in_passes).sum::<u64>().max(staged.unwrap_or(0))
 }
 
 /// Buffers between layers and stages: two cotangents handed down layer by layer, and two turns of each message a virtual stage sends or receives (what it receives
@@ -182,8 +208,9 @@ pub struct Arena {
     pub boundary: u64,
     pub workspace: u64,
     pub ring: u64,
-    /// Not in the arena: in the memory of the host.
+    /// Not in the arena: in the memory of the host, and in the rank's file.
     pub host: u64,
+    pub file: u64,
 }
 
 impl Arena {
@@ -204,16 +231,17 @@ pub struct StagePosition {
 /// The arena of a stage that runs `layers`, each with what its virtual stage keeps.
 pub fn arena(layers: &[(&LayerBytes, States, Slots)], mesh: &Mesh, types: StateTypes, at: StagePosition) -> Arena {
     let mut tied_seen = false;
-    let (mut states, mut host) = (0, 0);
+    let mut states = PerSpace::default();
     for (layer, of, _) in layers {
         for bucket in &layer.buckets {
             if !(bucket.tied && tied_seen) {
-                let (on_device, on_host) = state_bytes(bucket, mesh, *of, types);
-                (states, host) = (states + on_device, host + on_host);
+                let of_bucket = state_bytes(bucket, mesh, *of, types);
+                states.iter_mut().zip(of_bucket).for_each(|(sum, bytes)| *sum += bytes);
             }
             tied_seen |= bucket.tied;
         }
     }
+    let [states, host, file] = states;
     Arena {
         scalars: scalar_bytes(),
         states,
@@ -222,5 +250,6 @@ pub fn arena(layers: &[(&LayerBytes, States, Slots)], mesh: &Mesh, types: StateT
         workspace: workspace_region(layers.iter().map(|(l, ..)| l.workspace).max().unwrap_or(0)),
         ring: 2 * layers.iter().map(|&(l, of, _)| ring_bytes(l, mesh, of, types)).max().unwrap_or(0),
         host,
+        file,
     }
 }

@@ -11,7 +11,7 @@ use crate::prices::{Links, Offer, Prices};
 use crate::problem::{Kind, Problem};
 use crate::space::Tuple;
 use dplan_ir::pipeline::Slots;
-use dplan_ir::plan::{States, Zero};
+use dplan_ir::plan::States;
 use dplan_ir::sharding::Sharding;
 use std::rc::Rc;
 
@@ -40,8 +40,8 @@ impl Choice {
     }
 }
 
-/// Sharding and ZeRO stage that all homes of the tied parameter share.
-pub type Tie = (Sharding, Zero);
+/// Sharding, ZeRO stage and way of offloading that all homes of the tied parameter share.
+pub type Tie = (Sharding, States);
 
 /// All choices inside a tuple.
 #[derive(Clone, Debug)]
@@ -158,11 +158,11 @@ impl Menus {
         budget.checked_sub(self.less[stage as usize])?.checked_sub(scalar_bytes() + boundary_bytes(self.boundary, &self.tuple.pipeline(), stage))
     }
 
-    /// Menus for each sharding and ZeRO stage of the tied parameter that all its homes can have; the menus themselves if nothing is tied.
+    /// Menus for each sharding of the tied parameter and way of keeping it that all its homes can have; the menus themselves if nothing is tied.
     pub fn by_tie(&self) -> Vec<Menus> {
         let homes: Vec<usize> = (0..self.choices.len()).filter(|&row| self.tied[self.kind(row)]).collect();
         let Some(&first) = homes.first() else { return vec![self.clone()] };
-        let tie = |row: usize, choice: &Choice| self.offers[row][choice.offer as usize].tie.clone().map(|sharding| (sharding, choice.states.zero));
+        let tie = |row: usize, choice: &Choice| self.offers[row][choice.offer as usize].tie.clone().map(|sharding| (sharding, choice.states));
         let mut ties: Vec<Tie> = self.choices[first].iter().filter_map(|c| tie(first, c)).collect();
         ties.sort();
         ties.dedup();

@@ -21,7 +21,7 @@ use crate::units::{Bytes, Nanos};
 use dplan_ir::entity::ValueId;
 use dplan_ir::graph::{Graph, Layout};
 use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
-use dplan_ir::plan::{Recompute, States};
+use dplan_ir::plan::{Recompute, States, Store};
 use dplan_ir::program::Pattern;
 use dplan_ir::sharding::{Padded, local_type};
 use std::collections::BTreeMap;
@@ -137,8 +137,8 @@ impl Links for Model<'_> {
     fn sweep(&self, site: Site, bytes: u64) -> Nanos {
         self.cluster.sweep(site, bytes)
     }
-    fn host_copy(&self, site: Site, bytes: u64) -> Nanos {
-        self.cluster.host_copy(site, bytes)
+    fn copy(&self, site: Site, store: Store, bytes: u64) -> Nanos {
+        self.cluster.copy(site, store, bytes)
     }
 }
 

@@ -34,8 +34,10 @@
 //! e = rest(G/dp) + (update ∥ gather(P))                                ZeRO 2
 //! e = rest(G/dp) + update                                              ZeRO 3
 //! ```
-//! Where the optimizer is offloaded, its states are copied in and out beside the update, one after another, and with the gather if there is one:
-//! `update ∥ copy` for `update`, `update ∥ (gather(P) + copy)` for `update ∥ gather(P)`.
+//! Where states are offloaded, they are copied in and out beside the update, one after another, and with the gather if there is one:
+//! `update ∥ copy` for `update`, `update ∥ (gather(P) + copy)` for `update ∥ gather(P)`. There masters and moments go both ways; parameters come in where they are
+//! masters, and go out; gradients go out cleared when the step begins, come in for the norm and for the update, and both ways where they are summed in between. In passes offloaded
+//! parameters come in beside `f` and `b`, and gradients in and out beside `b`, together with what is gathered and scattered there. Pieces are priced as all of a role.
 //!
 //! A parted backward pass hides the reduction beside its weight half alone: `w` stands in the place of `b` in `e`. It has ZeRO 0 or 1.
 //!
@@ -47,14 +49,14 @@
 //! A parameter tied over several layers is synchronised and updated once in a stage. If its homes are on several stages, its gradient is summed over these
 //! when all passes are done, beside nothing (at ZeRO 0 the whole sum is done then).
 
-use crate::memory::{BucketSize, LayerBytes, StateTypes, bucket_elems, in_pieces, is_offloaded, ring_bytes, role_bytes, state_bytes, trust_bytes};
+use crate::memory::{BucketSize, LayerBytes, StateTypes, away, bucket_elems, in_pieces, ring_bytes, role_bytes, state_bytes, trust_bytes};
 use crate::placement::Site;
 use crate::prices::Links;
 use crate::units::Nanos;
 use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::pipeline::Pipeline;
 use dplan_ir::plan::{Clip, Schedule, States, Zero};
-use dplan_ir::program::{Pattern, Role};
+use dplan_ir::program::{Pattern, Role, Space};
 
 /// Part of hidden traffic that still costs time: copies and reductions of a collective take memory bandwidth and cores from the compute they overlap.
 /// Allowance, in percent: Hetu-Galvatron's profiles of NCCL beside compute have coefficients of 1.1 to 1.3.
@@ -203,20 +205,32 @@ struct Sync {
     /// Adding a scattered piece to the gradients.
     add: u64,
     update: u64,
-    /// Offloaded states to the device and back.
+    /// Offloaded states to the device and back, in the update.
     copy: u64,
+    /// Offloaded parameters to the device, in a pass.
+    fetch: u64,
+    /// Offloaded gradients to the device and back, in a pass.
+    carry: u64,
+}
+
+impl Sync {
+    /// Of gathering parameters, scattering gradients and adding them up, what each micro-batch has.
+    fn in_passes(&self, zero: Zero) -> (u64, u64, u64) {
+        match zero.0 {
+            0 | 1 => (0, 0, 0),
+            2 => (0, self.reduce, self.add),
+            _ => (self.gather, self.reduce, self.add),
+        }
+    }
 }
 
 impl LayerSync {
     /// What a layer with these buckets adds, if its passes take so long.
     pub fn terms(&self, forward: Nanos, backward: Nanos) -> LayerTerms {
         let (f, b, every) = (forward.0, backward.0, &self.every);
-        let forward = if self.zero.0 == 3 { beside(f, every.gather) } else { f };
-        let backward = match self.zero.0 {
-            0 | 1 => b,
-            2 => beside(b, every.reduce) + every.add,
-            _ => beside(b, every.gather + every.reduce) + every.add,
-        };
+        let (gather, reduce, add) = every.in_passes(self.zero);
+        let forward = beside(f, gather + every.fetch);
+        let backward = beside(b, gather + reduce + every.fetch + every.carry) + add;
         LayerTerms { forward, time: forward + backward, weight: 0, end: self.end(b), states: self.states, ring: self.ring }
     }
 
@@ -247,14 +261,17 @@ impl LayerSync {
         self.end_with(0, self.once.copy) - self.end_with(0, 0)
     }
 
-    /// The least time of a micro-batch whose passes take so long together: `x ∥ y + x' ∥ y' ≥ (x + x') ∥ (y + y')`, and `b ∥ y ≥ b + 20 % · y`.
+    /// The least time of a micro-batch whose passes take so long together, however it is shared out between them: what is hidden beside one pass counts as if it could
+    /// hide beside both.
+    ///
+    /// ```text
+    /// x ∥ y + x' ∥ y' ≥ (x + x') ∥ (y + y')
+    /// ```
+    /// for `x ∥ y = ⌈g(x, y)⌉` with `g = max(x + y / 5, x / 5 + y)`: of two linear functions the greater is subadditive, and `⌈a⌉ + ⌈b⌉ ≥ ⌈a + b⌉`. Where only one pass
+    /// has traffic, as at ZeRO 2, `x ∥ 0 + x' ∥ y` is as little as this when all of the time is that pass's, so no greater bound holds.
     pub fn least_time(&self, passes: u64) -> u64 {
-        let Sync { gather, reduce, add, .. } = self.every;
-        match self.zero.0 {
-            0 | 1 => passes,
-            2 => (passes + (reduce * INTERFERENCE_PERCENT).div_ceil(100)).max(reduce) + add,
-            _ => beside(passes, 2 * gather + reduce) + add,
-        }
+        let (gather, reduce, add) = self.every.in_passes(self.zero);
+        beside(passes, 2 * gather + reduce + 2 * self.every.fetch + self.every.carry) + add
     }
 
     /// Bytes of parameters, gradients and optimizer states that are not offloaded.
@@ -288,7 +305,7 @@ impl Terms<'_> {
             zero: states.zero,
             every,
             once,
-            states: bytes.buckets.iter().filter(counted).map(|b| state_bytes(b, self.mesh, states, self.types).0).sum(),
+            states: bytes.buckets.iter().filter(counted).map(|b| state_bytes(b, self.mesh, states, self.types)[Space::Device as usize]).sum(),
             ring: 2 * ring_bytes(bytes, self.mesh, states, self.types),
         }
     }
@@ -322,7 +339,9 @@ impl Terms<'_> {
             rest: sum.rest + rest,
             late: sum.late + late,
             add: sum.add + add,
-            copy: sum.copy + self.copies(bucket, states),
+            copy: sum.copy + self.copies(bucket, states, apart || zero.0 >= 1 && self.mesh.size(bucket.partial) > 1),
+            fetch: sum.fetch + self.carried(bucket, states, Role::Param),
+            carry: sum.carry + 2 * self.carried(bucket, states, Role::Grad),
             update: sum.update + self.links.sweep(self.site, self.update_bytes(bucket, zero) + clear).0 + self.trust(bucket, zero),
         }
     }
@@ -341,12 +360,20 @@ impl Terms<'_> {
         self.links.sweep(self.site, read).0 + talk.0
     }
 
-    /// Time of copying a bucket's offloaded states in and out.
-    fn copies(&self, bucket: &BucketSize, states: States) -> u64 {
-        let offloaded = self.types.roles().into_iter().filter(|&role| is_offloaded(role, states.offload));
-        offloaded
-            .map(|role| 2 * self.links.host_copy(self.site, role_bytes(role, bucket.elems, bucket.ways(self.mesh), states.zero, self.types)).0)
-            .sum()
+    /// Time of copying a bucket's offloaded states in and out around the update; `is_late`: gradients are summed there.
+    fn copies(&self, bucket: &BucketSize, states: States, is_late: bool) -> u64 {
+        let times = |role: Role| match role {
+            Role::Param if self.types.master() != Role::Param => 1,
+            Role::Param | Role::Master | Role::Moment1 | Role::Moment2 => 2,
+            Role::Grad => 2 + u64::from(self.clip == Clip::GlobalNorm) + if is_late { 2 } else { 0 },
+        };
+        self.types.roles().into_iter().map(|role| times(role) * self.carried(bucket, states, role)).sum()
+    }
+
+    /// Time of copying a role of a bucket one way, if it is offloaded.
+    fn carried(&self, bucket: &BucketSize, states: States, role: Role) -> u64 {
+        let bytes = || role_bytes(role, bucket.elems, bucket.ways(self.mesh), states.zero, self.types);
+        away(role, states.offload).map_or(0, |store| self.links.copy(self.site, store, bytes()).0)
     }
 
     /// Bytes read and written by the update of a bucket on one rank: gradients once (twice with a norm), every state read and written, and the
@@ -375,5 +402,58 @@ impl Terms<'_> {
     pub fn constant(&self, stages: u64) -> u64 {
         let all = || self.links.across_stages(self.mesh, self.mesh.all(), stages, 8).0;
         all() + if self.clip == Clip::GlobalNorm { all() } else { 0 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::machine::Cluster;
+    use dplan_ir::dtype::DType;
+    use dplan_ir::mesh::Degrees;
+    use dplan_ir::optimizer::Optimizer;
+    use dplan_ir::plan::Offload;
+    use dplan_ir::splitmix;
+
+    /// All ways of keeping states, layers of any size and any shares of the two passes.
+    #[test]
+    fn no_layer_is_quicker_than_its_least_time_and_where_one_pass_has_traffic_one_is_as_quick() {
+        let (mut random, mut tight) = (11, 0);
+        for (text, degrees) in [("h100:8x2", (4, 2)), ("cpu:4", (4, 1)), ("a100-80g:8x4", (16, 2)), ("h100:8x1", (1, 8))] {
+            let cluster = Cluster::parse(text).unwrap();
+            let mesh = Mesh::of(Degrees { dp: degrees.0, ep: 1, cp: 1, tp: degrees.1 });
+            for round in 0..40 {
+                let mut draw = |most: u64| splitmix::next(&mut random) % most;
+                let bucket = |elems: u64, tied: bool| BucketSize { elems, partial: AxisSet::EMPTY, axes: AxisSet::EMPTY, members: 1, tied };
+                let buckets = vec![bucket(1 + draw(1 << (8 + round % 20)), false), bucket(1 + draw(1 << 16), round % 2 == 0)];
+                let layer = LayerBytes { buckets, ..LayerBytes::default() };
+                let types = StateTypes { compute: if round % 3 == 0 { DType::F32 } else { DType::Bf16 }, optimizer: Optimizer::AdamW };
+                let terms = Terms { links: &cluster, site: Site::ONLY, mesh: &mesh, types, clip: Clip::GlobalNorm, homes: 2 };
+                for (zero, offload, home) in
+                    (0..4).flat_map(|z| Offload::ALL.map(|o| (z, o))).flat_map(|(z, o)| Home::ALL.map(|home| (Zero(z), o, home)))
+                {
+                    let sync = terms.sync(&layer, States { zero, offload }, home);
+                    let (gather, reduce, _) = sync.every.in_passes(zero);
+                    let traffic = 2 * (gather + sync.every.fetch) + reduce + sync.every.carry;
+                    // Where the greater of compute and traffic changes, and where roundings show.
+                    let passes = [draw(30), traffic / 2 + draw(9), traffic + draw(9), traffic * 3 + draw(1000)][round as usize % 4];
+                    let least = sync.least_time(passes);
+                    for forward in [0, passes, passes / 2, passes / 3, draw(passes + 1)] {
+                        let time = sync.terms(Nanos(forward), Nanos(passes - forward)).time;
+                        assert!(time >= least, "{text}, {zero:?} {offload:?} {home:?}: {forward} of {passes} takes {time}, at least {least}");
+                    }
+                    assert!(sync.least_time(passes + 1) >= least, "more compute takes no less");
+                    if gather + sync.every.fetch == 0 {
+                        assert_eq!(sync.terms(Nanos(0), Nanos(passes)).time, least, "{text}, {zero:?} {offload:?} {home:?}");
+                        tight += u64::from(traffic > 0);
+                    }
+                    if zero.0 <= 1 && !offload.is_in_passes() {
+                        let third = passes / 3;
+                        assert_eq!(sync.parted(Nanos(third), Nanos(third), Nanos(passes - 2 * third)).time, least);
+                    }
+                }
+            }
+        }
+        assert!(tight > 1000, "{tight} layers with traffic beside one pass alone");
     }
 }

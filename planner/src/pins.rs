@@ -279,8 +279,8 @@ fn recompute(value: &str) -> Option<Parsed<Recompute>> {
 fn offload(value: &str) -> Option<Parsed<Offload>> {
     match Offload::from_name(value) {
         Some(offload) => Some(Ok(offload)),
-        None if matches!(value, "gradients" | "parameters" | "activations") => None,
-        None => Some(Err("`none` or `optimizer`")),
+        None if value == "activations" => None,
+        None => Some(Err("`none`, `optimizer`, `gradients` (and optimizer) or `parameters` (and both), with `:nvme` to a file")),
     }
 }
 
@@ -311,7 +311,7 @@ mod tests {
             "",
             "dp=2,tp=1+2,pp=4,cp=1+2,ep=2,micro=1",
             "schedule=gpipe+1f1b+zb-v,virtual=1+2,sp=off",
-            "zero=0+1,zero@0-11=3,offload=none+optimizer,offload@2-3=none,recompute=none,recompute@4-4=selective+full",
+            "zero=0+1,zero@0-11=3,offload=none+optimizer:nvme,offload@2-3=optimizer,recompute=none,recompute@4-4=selective+full",
         ] {
             assert_eq!(Pins::parse(text).unwrap().to_string(), text);
         }
@@ -339,7 +339,7 @@ mod tests {
             ("zero@0-3=1,zero@2-5=3", "pins `zero@0-3=1` and `zero@2-5=3` contradict"),
             ("cp=0", "`0` is not a positive whole number"),
             ("offload=activations", "not supported yet"),
-            ("offload=everything", "`none` or `optimizer`"),
+            ("offload=everything", "`none`, `optimizer`, `gradients`"),
             ("schedule=pipedream", "not supported yet"),
             ("schedule=fast", "gpipe, 1f1b, interleaved, zb-h1, zb-v"),
             ("recompute=some", "`none`, `selective` or `full`"),

@@ -10,7 +10,7 @@ use crate::placement::{Groups, Seat, Site};
 use crate::space::Tuple;
 use crate::units::{Bytes, Nanos};
 use dplan_ir::mesh::{AxisSet, Mesh};
-use dplan_ir::plan::Recompute;
+use dplan_ir::plan::{Recompute, Store};
 use dplan_ir::program::Pattern;
 use dplan_ir::sharding::Sharding;
 use std::rc::Rc;
@@ -95,8 +95,8 @@ pub trait Links {
     fn message(&self, mesh: &Mesh, from: Seat, to: Seat, bytes: u64) -> Nanos;
     /// Time to stream `bytes` through a device's memory.
     fn sweep(&self, site: Site, bytes: u64) -> Nanos;
-    /// Time to copy `bytes` between the memories of a device and its host, one way.
-    fn host_copy(&self, site: Site, bytes: u64) -> Nanos;
+    /// Time to copy `bytes` between the memory of a device and another, one way.
+    fn copy(&self, site: Site, store: Store, bytes: u64) -> Nanos;
 }
 
 /// A model on a cluster. Whether a layer can run in a shape, and in which shardings of a tied parameter, is alike on all sites.
@@ -145,8 +145,12 @@ impl Links for Cluster {
     fn sweep(&self, site: Site, bytes: u64) -> Nanos {
         self.site(site).sweep(bytes)
     }
-    fn host_copy(&self, site: Site, bytes: u64) -> Nanos {
-        let host = self.site(site).host;
-        host.latency + host.bandwidth.time(u128::from(bytes))
+    fn copy(&self, site: Site, store: Store, bytes: u64) -> Nanos {
+        let machine = self.site(site);
+        let link = match store {
+            Store::Cpu => machine.host,
+            Store::Nvme => machine.nvme,
+        };
+        link.latency + link.bandwidth.time(u128::from(bytes))
     }
 }

@@ -17,7 +17,7 @@ pub struct Kind {
 }
 
 impl Kind {
-    /// Where the states of its layers may live in a tuple: ranks that share nothing have one ZeRO stage, and with backward passes in halves gradients stay whole.
+    /// Where the states of its layers may live in a tuple: ranks that share nothing have one ZeRO stage, and with backward passes in halves parameters and gradients stay, whole.
     pub fn states(&self, tuple: &Tuple) -> impl Iterator<Item = States> {
         let most = match (tuple.dp * tuple.cp, tuple.pipeline().parts_backward()) {
             (1, _) => 0,
@@ -25,7 +25,9 @@ impl Kind {
             (_, false) => 3,
         };
         let zeros = self.zero.iter().copied().filter(move |z| z.0 <= most);
-        zeros.flat_map(|zero| self.offload.iter().map(move |&offload| States { zero, offload }))
+        let parted = tuple.pipeline().parts_backward();
+        let offloads = move || self.offload.iter().filter(move |o| !(parted && o.is_in_passes()));
+        zeros.flat_map(move |zero| offloads().map(move |&offload| States { zero, offload }))
     }
 }
 

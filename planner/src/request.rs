@@ -1,5 +1,6 @@
 //! The question and its answer: which plan, or why there is none.
 
+use crate::baselines;
 use crate::infeasible::{self, Shortage};
 use crate::integer::{self, SolverFault};
 use crate::lower::LowerError;
@@ -8,6 +9,7 @@ use crate::memory::StateTypes;
 use crate::menu::Menus;
 use crate::model::Model;
 use crate::pins::{Allowed, PinError, Pins};
+use crate::predict::predict;
 use crate::prices::Prices;
 use crate::problem::{Problem, device_limit};
 use crate::search::{Closed, Found, Outcome, Statistics, explore};
@@ -16,7 +18,7 @@ use crate::units::{Bytes, Nanos};
 use dplan_ir::dtype::DType;
 use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::Optimizer;
-use dplan_ir::plan::{Clip, LayerPlan, Offload, Plan, StagePlan};
+use dplan_ir::plan::{Clip, LayerPlan, Offload, Plan, StagePlan, Store};
 
 /// Everything that decides the answer.
 pub struct Request<'a> {
@@ -55,7 +57,7 @@ pub struct Answer {
     pub statistics: Statistics,
     /// How each tuple of the space was closed.
     pub closed: Vec<Closed>,
-    /// Those of the request; and `offload=none+optimizer` if nothing fits without, so that the space was widened.
+    /// Those of the request; and ways of offloading where the space was widened: nothing fits without, or a textbook system with it is quicker than all without.
     pub pins: Pins,
 }
 
@@ -173,10 +175,19 @@ impl<'a> Planner<'a> {
         let deadline = self.request.deadline;
         let late = move || deadline.is_some_and(|late| late());
         let mut outcome = self.explore(solver, &late)?;
-        // Memory asks for it.
-        if outcome.best.is_none() && outcome.statistics.proved && !self.problem.pins.offload.is_pinned() {
-            self.offload();
-            outcome = self.explore(solver, &late)?;
+        // Memory asks for it: that of the host if there is enough, else files.
+        let asks = match &outcome.best {
+            None => outcome.statistics.proved && !self.problem.pins.offload.is_pinned(),
+            Some(found) => self.problem.pins == Pins::default() && self.offloaded_is_quicker(found.solution.objective, &late),
+        };
+        if asks {
+            for &store in self.stores() {
+                self.offload(store);
+                outcome = self.explore(solver, &late)?;
+                if !outcome.best.as_ref().is_some_and(|found| self.is_too_much_for_the_host(found)) {
+                    break;
+                }
+            }
         }
         match outcome.best {
             Some(found) => {
@@ -196,17 +207,38 @@ impl<'a> Planner<'a> {
         })
     }
 
-    /// Widens the space by offloading.
-    fn offload(&mut self) {
+    fn offloaded_is_quicker(&mut self, than: u64, late: &dyn Fn() -> bool) -> bool {
+        baselines::offloaded_is_quicker(&self.problem, &mut self.prices, self.request.cluster.node(), than, late)
+    }
+
+    /// Where states may go that do not fit, in this order.
+    fn stores(&self) -> &'static [Store] {
+        let mut hosts = self.request.cluster.groups().iter().map(|machine| machine.host_memory);
+        if hosts.all(|memory| memory == Some(Bytes::ZERO)) { &[Store::Nvme] } else { &Store::ALL }
+    }
+
+    fn is_too_much_for_the_host(&self, found: &Found) -> bool {
+        let Request { graph, classes, cluster, .. } = self.request;
+        let plan = self.plan(found);
+        let is_too_much = |(stage, host): (u64, u64)| {
+            let limit = cluster.site(cluster.seat(&plan, stage).site).host_memory;
+            limit.is_some_and(|limit| host > limit.0)
+        };
+        predict(graph, classes, cluster, &plan).is_ok_and(|p| (0..).zip(p.memory.iter().map(|m| m.arena.host)).any(is_too_much))
+    }
+
+    /// Widens the space by offloading to a store.
+    fn offload(&mut self, to: Store) {
         let mut pins = self.problem.pins.clone();
-        pins.offload.everywhere = Allowed::only(Offload::ALL.to_vec());
+        let ways = Offload::ALL.into_iter().filter(|o| o.store().is_none_or(|store| store == to));
+        pins.offload.everywhere = Allowed::only(ways.collect());
         self.problem = self.problem.under(&self.prices, pins);
     }
 
     /// The fewest devices on which a plan fits, in whole nodes where there are several. As in a search, memory asks for offloading unless pins forbid it.
     pub fn fewest_devices(&mut self) -> Fewest {
         if !self.problem.pins.offload.is_pinned() {
-            self.offload();
+            self.offload(self.stores()[0]);
         }
         let deadline = self.request.deadline;
         self.fewest_above(0, &move || deadline.is_some_and(|late| late()))

@@ -78,7 +78,7 @@ fn plans_cost_what_the_search_says_and_fit() {
                     assert_eq!(note.arena.0, prediction.memory[note.stage].arena_bytes(), "{label}: {note:?}");
                 }
                 if pins.is_empty() {
-                    for row in baselines(&planner.problem, &mut planner.prices, devices.whole().per_node, &|| false) {
+                    for row in baselines(&planner.problem, &mut planner.prices, devices.node(), &|| false) {
                         assert!(row.step.is_none_or(|s| s >= answer.objective), "{label}: {row:?}");
                     }
                 }
@@ -179,7 +179,7 @@ fn the_fewest_devices_may_offload() {
     let graph = llama(SIZES, DType::Bf16);
     let classes = dplan_ir::layers::classes(&graph);
     let machines: Vec<Cluster> = (1..=8).map(|devices| Cluster::parse(&format!("cpu:{devices}")).unwrap()).collect();
-    for (limit, fewest, whole) in [(400_000, 4, 8), (700_000, 2, 4)] {
+    for (limit, fewest, whole) in [(400_000, 2, 8), (700_000, 2, 4)] {
         let planner = |machine, pins: &str| {
             let request = Request { memory_limit: Some(Bytes(limit)), compute: DType::Bf16, ..request(&graph, &classes, machine, 8, pins) };
             Planner::new(request).unwrap()

@@ -107,6 +107,11 @@ enum Level {
 
 /// Finds the best plan of all tuples that the pins allow. `late` says that time is up.
 pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bool) -> Outcome {
+    explore_below(problem, prices, NEVER, late)
+}
+
+/// The same of plans below `cut` alone.
+pub fn explore_below(problem: &Problem, prices: &mut dyn Prices, cut: u64, late: &dyn Fn() -> bool) -> Outcome {
     let space = tuples(prices, problem.devices, problem.batch, &problem.pins);
     let mut how: Vec<Option<How>> = vec![None; space.len()];
     let mut queue = BinaryHeap::new();
@@ -121,7 +126,7 @@ pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bo
     let trend_batches = trend_batches(space.iter().zip(&how).filter(|(_, how)| !matches!(how, Some(How::Crowded))).map(|(tuple, _)| tuple));
     // With the tuple it is of.
     let mut best: Option<(usize, Found)> = None;
-    let mut objective = NEVER;
+    let mut objective = cut;
     let mut lower_bound = None;
     let mut open: Vec<(u64, usize)> = Vec::new();
     // One rank knows neither boundary nor padding.

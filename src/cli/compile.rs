@@ -14,7 +14,7 @@ use dplan_ir::dtype::DType;
 use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::plan::Clip;
-use dplan_planner::machine::Cluster;
+use dplan_planner::machine::{Cluster, Machine};
 use dplan_planner::pins::Pins;
 use dplan_planner::request::{Refusal, Solver};
 use dplan_planner::units::Bytes;
@@ -53,6 +53,9 @@ pub struct Args {
     /// Memory that arena and context may take on one device, such as 40GiB.
     #[arg(long, value_name = "BYTES", value_parser = args::bytes)]
     memory_limit: Option<u64>,
+    /// Memory of the host that each device may take for what is offloaded, such as 200GiB; what is more goes to files.
+    #[arg(long, value_name = "BYTES", value_parser = args::bytes)]
+    host_limit: Option<u64>,
     /// Stop searching after so long; the plan then says how far from optimal it may be.
     #[arg(long, value_name = "S")]
     time_limit: Option<f64>,
@@ -62,7 +65,7 @@ pub struct Args {
     /// Also the fewest devices that hold a plan, in whole nodes, and the best plan there.
     #[arg(long)]
     min_devices: bool,
-    /// Also the best plan on another machine: link, intra, inter, host, latency, memory, compute, bandwidth or nodes, by a factor; may be repeated.
+    /// Also the best plan on another machine: link, intra, inter, host, nvme, latency, memory, compute, bandwidth or nodes, by a factor; may be repeated.
     #[arg(long, value_name = "k=FACTORx,…", value_parser = sensitivity::scenario)]
     what_if: Vec<Scenario>,
     /// Length of the training run, such as 1T: gives its days.
@@ -99,7 +102,10 @@ pub fn run(args: Args) -> Result<Outcome> {
         export::check_writable(path).with_context(|| format!("{}: cannot write", path.display()))?;
     }
     let pins = Pins::parse(&args.pin)?;
-    let cluster = cluster::parse(&args.cluster)?;
+    let mut cluster = cluster::parse(&args.cluster)?;
+    if let Some(limit) = args.host_limit.map(Bytes) {
+        cluster = cluster.map(|machine| Machine { host_memory: Some(limit), ..machine.clone() }, |link| link);
+    }
     let mut model = model::load_for(&args.model, &args.options, default_precision(&cluster))?;
     let mut notes = model.notes.clone();
     notes.extend(dropout::apply(&mut model, args.dropout)?);

@@ -5,7 +5,7 @@ use super::{Outcome, Result, args, report};
 use crate::planfile::{PlanFile, assignment_text};
 use anyhow::Context;
 use dplan_ir::layers;
-use dplan_ir::plan::{Gathered, LayerPlan, Offload, Plan, Schedule};
+use dplan_ir::plan::{Gathered, LayerPlan, Offload, Plan, Schedule, Store};
 use dplan_ir::rule::Assignment;
 use dplan_planner::explain::{Alternative, Note, explain};
 use dplan_planner::pins::Pins;
@@ -41,8 +41,10 @@ pub fn run(args: Args) -> Result<Outcome> {
         return why_not(&file, &classes, &chosen, pins, &args);
     }
     // Offloading is in the space where the plan has it.
-    let offloads = file.plan.options.iter().any(|o| o.offload != Offload::None);
-    let space = Pins::parse(if offloads { "offload=none+optimizer" } else { "" })?;
+    let stores: Vec<Store> = file.plan.options.iter().filter_map(|o| o.offload.store()).collect();
+    let ways = Offload::ALL.into_iter().filter(|o| o.store().is_none_or(|store| stores.contains(&store)));
+    let ways: Vec<&str> = ways.map(Offload::name).collect();
+    let space = Pins::parse(&if stores.is_empty() { String::new() } else { format!("offload={}", ways.join("+")) })?;
     let mut planner = Planner::new(request(&file, &classes, space, &args)).map_err(|why| anyhow::anyhow!("{}: {why}", args.plan.display()))?;
     let notes = explain(&planner.problem, &mut planner.prices, &file.plan)
         .with_context(|| format!("{}: the plan is not one that this dplan would make; compile it again", args.plan.display()))?;

@@ -109,7 +109,7 @@ fn predicted(p: &Prediction, file: &PlanFile, run: TrainingRun) -> Value {
     let memory: Vec<Value> = p
         .memory
         .iter()
-        .map(|m| json!({ "arena_bytes": m.arena_bytes(), "host_bytes": m.arena.host, "context_bytes": m.context.0, "total_bytes": m.total_bytes() }))
+        .map(|m| json!({ "arena_bytes": m.arena_bytes(), "host_bytes": m.arena.host, "file_bytes": m.arena.file, "context_bytes": m.context.0, "total_bytes": m.total_bytes() }))
         .collect();
     json!({
         "step_seconds": p.step.seconds(), "simulated_seconds": p.simulated.seconds(),
@@ -275,6 +275,9 @@ fn memory(p: &Prediction, file: &PlanFile) -> String {
             gib(a.boundary + a.ring + a.scalars),
             gib(m.context.0)
         );
+        if a.host + a.file > 0 {
+            let _ = writeln!(out, "            offloaded: {} in the memory of the host, {} in a file, for each device", gib(a.host), gib(a.file));
+        }
     }
     out
 }

@@ -28,6 +28,7 @@ enum Key {
     Intra,
     Inter,
     Host,
+    Nvme,
     Latency,
     Memory,
     Compute,
@@ -35,11 +36,12 @@ enum Key {
     Nodes,
 }
 
-const KEYS: [(&str, Key); 9] = [
+const KEYS: [(&str, Key); 10] = [
     ("link", Key::Link),
     ("intra", Key::Intra),
     ("inter", Key::Inter),
     ("host", Key::Host),
+    ("nvme", Key::Nvme),
     ("latency", Key::Latency),
     ("memory", Key::Memory),
     ("compute", Key::Compute),
@@ -87,7 +89,7 @@ impl Scenario {
             match key {
                 Key::Link | Key::Inter => link.bandwidth = PerSecond(times(link.bandwidth.0, factor)),
                 Key::Latency => link.latency = Nanos(times(link.latency.0, factor)),
-                Key::Intra | Key::Host | Key::Memory | Key::Compute | Key::Bandwidth | Key::Nodes => {}
+                Key::Intra | Key::Host | Key::Nvme | Key::Memory | Key::Compute | Key::Bandwidth | Key::Nodes => {}
             }
         }
         link
@@ -95,7 +97,7 @@ impl Scenario {
 
     fn machine(&self, machine: &Machine) -> Machine {
         let mut machine = machine.clone();
-        let Machine { device, per_node, nodes, intra, inter, host, curves } = &mut machine;
+        let Machine { device, per_node, nodes, intra, inter, host, nvme, curves, .. } = &mut machine;
         for &(key, factor) in &self.changes {
             let times = |n: u64| times(n, factor);
             let rate = |r: &mut PerSecond| *r = PerSecond(times(r.0));
@@ -112,6 +114,7 @@ impl Scenario {
                 }
                 Key::Inter => rate(&mut inter.bandwidth),
                 Key::Host => rate(&mut host.bandwidth),
+                Key::Nvme => rate(&mut nvme.bandwidth),
                 Key::Latency => {
                     [&mut intra.latency, &mut inter.latency].into_iter().for_each(|l| *l = Nanos(times(l.0)));
                     curve(factor, 1.0);

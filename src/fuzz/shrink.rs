@@ -120,7 +120,7 @@ mod tests {
             (|c| c.tp > 1 && c.ways.iter().any(|w| w.zero.0 == 3), "tp=2 "),
             (|c| c.schedule == Schedule::ZbV && c.model.tied, "tied=on count=3 schedule=zb-v virtual=2 cuts=1,2,3"),
             (|c| c.ep > 1 && c.cp > 1, "ffn=experts dp=2 ep=2 cp=2"),
-            (|c| c.ways[0].offload == Offload::Optimizer && c.compute != DType::F64, "compute=bf16"),
+            (|c| c.ways[0].offload != Offload::None && c.compute != DType::F64, "compute=bf16"),
             (|c| c.model.dropout > 0 && c.ways.iter().any(|w| w.recompute == Recompute::Full), "dropout="),
             (|c| c.virtual_stages == 3 && c.micro_batches > 4, "virtual=3"),
         ];

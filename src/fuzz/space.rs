@@ -2,14 +2,14 @@
 
 use dplan_ir::dtype::DType;
 use dplan_ir::optimizer::{DecayGroups, Optimizer};
-use dplan_ir::plan::{Clip, Gathered, Offload, Recompute, Schedule};
+use dplan_ir::plan::{Clip, Gathered, Offload, Recompute, Schedule, Store};
 use dplan_planner::drawn::{Boundary, Case, Dice, Ffn, Sight, Split, Way};
 
 /// One thing that a case can have.
 pub type Dimension = (&'static str, fn(&Case) -> bool);
 
 /// Everything that a case can have. Something that needs several ranks to mean anything is only counted where there are several.
-pub const DIMENSIONS: [Dimension; 60] = [
+pub const DIMENSIONS: [Dimension; 63] = [
     ("gated", |c| c.model.ffn == Ffn::Gated),
     ("plain", |c| c.model.ffn == Ffn::Plain),
     ("experts", |c| c.model.ffn == Ffn::Experts),
@@ -55,7 +55,10 @@ pub const DIMENSIONS: [Dimension; 60] = [
     ("zero 2", |c| shares(c) && some(c, |w| w.zero.0 == 2)),
     ("zero 3", |c| shares(c) && some(c, |w| w.zero.0 == 3)),
     ("mixed zero", |c| shares(c) && c.ways.iter().any(|w| w.zero != c.ways[0].zero)),
-    ("offload", |c| some(c, |w| w.offload == Offload::Optimizer)),
+    ("offload", |c| some(c, |w| w.offload.store() == Some(Store::Cpu))),
+    ("offload of gradients", |c| some(c, |w| matches!(w.offload, Offload::Gradients(_)))),
+    ("offload of parameters", |c| some(c, |w| matches!(w.offload, Offload::Parameters(_)))),
+    ("offload to a file", |c| some(c, |w| w.offload.store() == Some(Store::Nvme))),
     ("no offload", |c| c.ways.iter().all(|w| w.offload == Offload::None)),
     ("recompute none", |c| some(c, |w| w.recompute == Recompute::None)),
     ("recompute selective", |c| some(c, |w| w.recompute == Recompute::Selective)),

@@ -56,8 +56,17 @@ impl Block {
         self.dims[dim].stride
     }
 
-    /// Visits all elements of the block that are not padding.
+    /// Visits all elements of the block that are not padding, in stretches as long as can be: on disks each costs a wait.
     pub fn each(&self, mut visit: impl FnMut(Stretch)) {
+        let mut open: Option<Stretch> = None;
+        self.each_row(|row| match &mut open {
+            Some(s) if (s.local + s.len, s.logical + s.len) == (row.local, row.logical) => s.len += row.len,
+            _ => open.replace(row).into_iter().for_each(&mut visit),
+        });
+        open.into_iter().for_each(visit);
+    }
+
+    fn each_row(&self, mut visit: impl FnMut(Stretch)) {
         let Some((last, outer)) = self.dims.split_last() else { return visit(Stretch { local: 0, logical: 0, len: 1 }) };
         let len = last.extent.valid() as usize;
         let rows: usize = outer.iter().map(|d| d.extent.len as usize).product();
@@ -102,7 +111,12 @@ mod tests {
             // The last block of each cut dim has one element of padding.
             let last = mesh.position(local_rank, on(&[0])) == 1 || mesh.position(local_rank, on(&[2])) == 1;
             assert_eq!((block.elems(), block.has_padding()), (3 * 2 * 4, last));
-            block.each(|s| seen[s.logical..s.logical + s.len].iter_mut().for_each(|n| *n += 1));
+            let mut end = None;
+            block.each(|s| {
+                assert_ne!(end, Some((s.local, s.logical)), "a stretch goes on");
+                end = Some((s.local + s.len, s.logical + s.len));
+                seen[s.logical..s.logical + s.len].iter_mut().for_each(|n| *n += 1);
+            });
         }
         assert_eq!(seen, vec![2; 60]);
     }

@@ -19,6 +19,7 @@ pub use loss_scale::LossScale;
 use dplan_ir::entity::SegmentId;
 use dplan_ir::optimizer::DecayGroups;
 use dplan_ir::program::Stream;
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// Choices about running that are no part of a program. Only `decay` changes a result.
@@ -30,11 +31,19 @@ pub struct Options {
     /// Which parameters weight decay pulls.
     pub decay: DecayGroups,
     pub recording: Recording,
+    /// The folder of scratch files.
+    pub scratch: PathBuf,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { timeout: Duration::from_secs(600), order: Order::Eager, decay: DecayGroups::All, recording: Recording::Off }
+        Options {
+            timeout: Duration::from_secs(600),
+            order: Order::Eager,
+            decay: DecayGroups::All,
+            recording: Recording::Off,
+            scratch: std::env::temp_dir(),
+        }
     }
 }
 
@@ -86,6 +95,8 @@ pub struct RankMemory {
     pub arena_bytes: u64,
     /// What stands for the memory of the host.
     pub host_bytes: u64,
+    /// Of its scratch file.
+    pub file_bytes: u64,
 }
 
 /// What a rank can be made to do in the next step, to see how a run takes it.
@@ -113,6 +124,10 @@ pub enum RuntimeError {
     Program { stage: u32, at: String, why: String },
     #[error("rank {rank} cannot allocate its arena of {bytes} bytes")]
     Memory { rank: usize, bytes: u64 },
+    #[error("rank {rank} cannot have a scratch file of {bytes} bytes in {folder} (--scratch says where): {why}")]
+    NoScratch { rank: usize, folder: String, bytes: u64, why: std::io::Error },
+    #[error("a scratch file: {0}")]
+    Scratch(std::io::Error),
     #[error("cannot start the thread of rank {rank}: {why}")]
     Thread { rank: usize, why: String },
     #[error("input `{input}` has {found} elements, a step takes {expected}")]
@@ -149,6 +164,8 @@ impl RuntimeError {
             }
             RuntimeError::Program { .. }
             | RuntimeError::Memory { .. }
+            | RuntimeError::NoScratch { .. }
+            | RuntimeError::Scratch(_)
             | RuntimeError::Thread { .. }
             | RuntimeError::Input { .. }
             | RuntimeError::Param { .. }

@@ -388,6 +388,7 @@ fn stage(graph: &Graph, mesh: &Mesh, size: usize, rng: &mut Rng) -> StageProgram
     StageProgram {
         arena_bytes: rng.number(),
         host_bytes: rng.number(),
+        file_bytes: rng.number(),
         regions: rng.vec(3, |r| Region { name: r.name(), offset: r.number(), bytes: r.number() }),
         buckets: rng.vec(3, bucket).into_iter().collect(),
         buffers: rng.vec(30, |r| buffer(graph, mesh, r)).into_iter().collect(),

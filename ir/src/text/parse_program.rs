@@ -75,6 +75,9 @@ impl Reader<'_> {
         if p.take_word("host") {
             stage.host_bytes = p.integer("the bytes in the host's memory")?;
         }
+        if p.take_word("file") {
+            stage.file_bytes = p.integer("the bytes in the rank's file")?;
+        }
         p.word("events")?;
         stage.events = p.integer("the number of events")?;
         while p.take_word("region") {

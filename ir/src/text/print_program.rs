@@ -56,6 +56,9 @@ impl Printer<'_> {
         if stage.host_bytes > 0 {
             self.line(format_args!("  host {}", stage.host_bytes));
         }
+        if stage.file_bytes > 0 {
+            self.line(format_args!("  file {}", stage.file_bytes));
+        }
         self.line(format_args!("  events {}", stage.events));
         for (i, region) in stage.regions.iter().enumerate() {
             self.out.mark(Place::Region(self.number, i as u32));

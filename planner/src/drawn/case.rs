@@ -180,14 +180,20 @@ impl Case {
         case
     }
 
-    /// Makes choices agree that are none of their own: homes of a tied table have one ZeRO stage, a backward pass in halves keeps gradients whole, and a loss
+    /// Makes choices agree that are none of their own: homes of a tied table have one ZeRO stage and way of offloading, a backward pass in halves keeps parameters and gradients, and a loss
     /// that is scaled takes the factor that clips.
     pub fn settle(&mut self) {
         self.ways.resize(self.model.layers() as usize, Way::PLAIN);
         let most = if self.pipeline().parts_backward() { 1 } else { 3 };
-        self.ways.iter_mut().for_each(|way| way.zero.0 = way.zero.0.min(most));
+        let parted = self.pipeline().parts_backward();
+        for way in &mut self.ways {
+            way.zero.0 = way.zero.0.min(most);
+            if let (true, Offload::Gradients(store) | Offload::Parameters(store)) = (parted, way.offload) {
+                way.offload = Offload::Optimizer(store);
+            }
+        }
         if let ([first, .., last], true) = (self.ways.as_mut_slice(), self.model.tied) {
-            last.zero = first.zero;
+            (last.zero, last.offload) = (first.zero, first.offload);
         }
         if self.compute == DType::F16 {
             self.clip = Clip::GlobalNorm;
@@ -217,9 +223,9 @@ impl Case {
                 Some("experts that ep and tp divide")
             }
             () if !matches!(self.compute, DType::F64 | DType::Bf16 | DType::F16) => Some("f64, bf16 or f16"),
-            () if settled != *self => {
-                Some("one way for each layer, ZeRO 0 or 1 in halves of backward passes, one ZeRO stage for a tied table, and clipping with f16")
-            }
+            () if settled != *self => Some(
+                "one way for each layer, ZeRO 0 or 1 in halves of backward passes, one ZeRO stage and way of offloading for a tied table, and clipping with f16",
+            ),
             () => self.pipeline().refusal(),
         }
     }

@@ -232,7 +232,7 @@ mod tests {
             ("cuts=9", "cuts that rise"),
             ("dropout=100", "less than 100 percent"),
             ("zero=7", "one way for each layer"),
-            ("tied=on zero=1,0,0", "one ZeRO stage for a tied table"),
+            ("tied=on zero=1,0,0", "one ZeRO stage and way of offloading for a tied table"),
         ];
         for (text, says) in wrong {
             let error = text.parse::<Case>().unwrap_err().to_string();

@@ -9,18 +9,18 @@
 //! | workspace | of one layer: forms of both passes, and scratch; all layers begin at the same place |
 //! | ring | two turns of whole parameters and gradients of layers that keep only pieces; in the update, two turns of offloaded roles |
 //!
-//! Behind the arena, in the memory of the host: the offloaded roles of every bucket.
+//! Behind the arena, in the memory of the host and in a file: the offloaded roles of every bucket.
 
 use super::fragment::{Fragment, Storage};
 use super::stage::{Neighbour, Stage, VirtualStage};
-use crate::memory::{self, LayerBytes, bucket_elems, is_offloaded, workspace_region};
+use crate::memory::{self, LayerBytes, bucket_elems, role_bytes, space, workspace_region};
 use dplan_ir::dtype::DType;
 use dplan_ir::entity::{BucketId, BufferId, FormId, ParamId, Table};
 use dplan_ir::mesh::AxisSet;
-use dplan_ir::plan::{States, Zero};
-use dplan_ir::program::{Bucket, Buffer, Content, Member, Region, Role, Scalar, StageProgram, align};
+use dplan_ir::plan::{Offload, States, Zero};
+use dplan_ir::program::{Bucket, Buffer, Content, Member, Region, Role, Scalar, Space, StageProgram, align};
 use dplan_ir::sharded::Stmt;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Buffers of single parameters: the blocks that ops read and add gradients to.
 pub(super) type Members = BTreeMap<(Role, ParamId), BufferId>;
@@ -29,13 +29,14 @@ pub(super) type Members = BTreeMap<(Role, ParamId), BufferId>;
 pub(super) struct Home {
     pub bucket: BucketId,
     pub zero: Zero,
+    pub offload: Offload,
     /// Data axes over which its gradients are summed.
     pub data: AxisSet,
     /// Layers of this stage that use it, by position; several only for a shared parameter.
     pub layers: Vec<usize>,
     pub roles: BTreeMap<Role, BufferId>,
     /// Where offloaded roles are while the update works on them.
-    pub staged: BTreeMap<Role, BufferId>,
+    pub staged: BTreeMap<Role, Part>,
     /// This rank's part of the parameters, which it updates: the home, or a piece of it in place.
     pub own_param: BufferId,
     /// The same of the gradients.
@@ -45,14 +46,46 @@ pub(super) struct Home {
     members: Members,
 }
 
+impl Home {
+    /// This rank's part of a role, where it lives.
+    pub fn own(&self, role: Role) -> BufferId {
+        match role {
+            Role::Param => self.own_param,
+            Role::Grad => self.own_grad,
+            Role::Master | Role::Moment1 | Role::Moment2 => self.roles[&role],
+        }
+    }
+    /// A role, where the update works on it.
+    pub fn worked(&self, role: Role) -> Part {
+        let home = || Part { whole: self.roles[&role], own: self.own(role) };
+        self.staged.get(&role).copied().unwrap_or_else(home)
+    }
+}
+
+/// A role of a bucket somewhere.
+#[derive(Clone, Copy)]
+pub(super) struct Part {
+    pub whole: BufferId,
+    /// This rank's piece of it, in place; or all of it.
+    pub own: BufferId,
+}
+
 /// Gradients of a bucket in a turn of the ring.
 #[derive(Clone, Copy)]
 pub(super) struct Turned {
     /// Place of its home in [`Arena::homes`].
     pub home: usize,
+    pub part: Part,
+    /// What the piece is added to once it is scattered; nothing where gradients are added up in place.
+    pub sum: Option<BufferId>,
+}
+
+/// Parameters that are gathered.
+#[derive(Clone, Copy)]
+pub(super) struct Gather {
+    pub axes: AxisSet,
+    pub src: BufferId,
     pub whole: BufferId,
-    /// This rank's piece of it, in place.
-    pub piece: BufferId,
 }
 
 /// What a layer's two passes work with.
@@ -65,10 +98,19 @@ pub(super) struct LayerBuffers {
     pub backward: Members,
     /// Scratch of each statement of either pass.
     pub scratch: [Vec<Option<BufferId>>; 2],
-    /// Homes of the parameters to gather before each pass, and where to.
-    pub gathered: [Vec<(usize, BufferId)>; 2],
-    /// Gradients that are scattered after the backward pass of every micro-batch.
-    pub scattered: Vec<Turned>,
+    /// What is copied in before each pass: from where and where to.
+    pub fetched: [Vec<(BufferId, BufferId)>; 2],
+    /// What is gathered then.
+    pub gathered: [Vec<Gather>; 2],
+    /// Gradients that are in the ring in the backward pass.
+    pub turned: Vec<Turned>,
+}
+
+impl LayerBuffers {
+    /// Whether something comes into the ring before a pass.
+    pub fn comes_in(&self, pass: usize) -> bool {
+        !self.fetched[pass].is_empty() || !self.gathered[pass].is_empty()
+    }
 }
 
 pub(super) struct Arena {
@@ -77,14 +119,14 @@ pub(super) struct Arena {
     pub layers: Vec<LayerBuffers>,
     pub scalars: BTreeMap<Scalar, BufferId>,
     end: u64,
-    /// Buffers in the memory of the host, at offsets from its start until the arena is complete.
-    host: Vec<BufferId>,
+    /// Buffers in other memories, at offsets from the start of those until the arena is complete.
+    away: Vec<(BufferId, Space)>,
 }
 
 impl Arena {
     pub fn new(stage: Stage<'_>) -> Arena {
         let layers = stage.layers.iter().map(|l| LayerBuffers { forms: Table::filled(l.forms.len(), None), ..Default::default() }).collect();
-        let mut arena = Arena { program: StageProgram::default(), homes: Vec::new(), layers, scalars: BTreeMap::new(), end: 0, host: Vec::new() };
+        let mut arena = Arena { program: StageProgram::default(), homes: Vec::new(), layers, scalars: BTreeMap::new(), end: 0, away: Vec::new() };
         let bytes: Vec<LayerBytes> = stage.layers.iter().map(|l| l.bytes(stage.graph(), stage.mesh(), &stage.sharder.padded)).collect();
         arena.region("scalars", |arena, at| arena.scalars(stage, at));
         arena.region("states", |arena, at| arena.states(stage, at));
@@ -93,8 +135,8 @@ impl Arena {
         arena.region("workspace", |arena, at| at + workspace_region(arena.workspace(stage, at) - at));
         arena.region("ring", |arena, at| arena.ring(stage, at, &bytes));
         arena.program.arena_bytes = arena.end;
-        for &id in &arena.host {
-            arena.program.buffers[id].offset += arena.end;
+        for &(id, space) in &arena.away {
+            arena.program.buffers[id].offset += arena.program.range(space).start;
         }
         arena
     }
@@ -158,23 +200,30 @@ impl Arena {
                 });
                 let mut roles = BTreeMap::new();
                 for role in types.roles() {
-                    let on_host = is_offloaded(role, offload);
-                    let offset = if on_host { self.program.host_bytes } else { at };
+                    let space = space(role, offload);
+                    let end = match space {
+                        Space::Device => &mut at,
+                        Space::Host => &mut self.program.host_bytes,
+                        Space::File => &mut self.program.file_bytes,
+                    };
+                    let offset = *end;
+                    let bytes = role_bytes(role, size.elems, size.ways(stage.mesh()), zero, types);
+                    *end += space.align(bytes);
                     let buffer = self.flat(stage, id, role, stage.pieces(role, zero, data), offset);
                     roles.insert(role, buffer);
-                    let end = offset + align(self.program.buffers[buffer].bytes);
-                    if on_host {
-                        self.host.push(buffer);
-                        self.program.host_bytes = end;
-                    } else {
-                        at = end;
+                    if space != Space::Device {
+                        self.away.push((buffer, space));
                     }
                 }
                 let mut own = |role: Role| {
-                    let home = roles[&role];
+                    let (home, space) = (roles[&role], space(role, offload));
                     let offset = self.program.buffers[home].offset;
                     if zero.0 >= 1 && !data.is_empty() && stage.pieces(role, zero, data).is_empty() {
-                        self.piece_in_place(stage, id, role, data, offset)
+                        let piece = self.piece_in_place(stage, id, role, data, offset);
+                        if space != Space::Device {
+                            self.away.push((piece, space));
+                        }
+                        piece
                     } else {
                         home
                     }
@@ -184,7 +233,9 @@ impl Arena {
                 let trust = (sums > 0).then(|| self.buffer(Content::Trust { bucket: id }, types.dtype(Role::Master), sums, at));
                 at += align(sums);
                 let mut members = Members::new();
-                for role in [Role::Param, Role::Grad].into_iter().filter(|&r| stage.pieces(r, zero, data).is_empty()) {
+                for role in
+                    [Role::Param, Role::Grad].into_iter().filter(|&r| stage.pieces(r, zero, data).is_empty() && space(r, offload) == Space::Device)
+                {
                     self.members(stage, id, role, self.program.buffers[roles[&role]].offset, &mut members);
                 }
                 let home = self.homes.len();
@@ -195,6 +246,7 @@ impl Arena {
                 self.homes.push(Home {
                     bucket: id,
                     zero,
+                    offload,
                     data,
                     layers: vec![position],
                     roles,
@@ -347,26 +399,40 @@ impl Arena {
         let mut nth = 0;
         let forward = 0..stage.layers.len();
         for (pass, position) in forward.clone().map(|p| (0, p)).chain(forward.rev().map(|p| (1, p))) {
-            let zero = stage.zero(position);
             let mut offset = at + turn * (nth % 2);
             let start = offset;
             let roles: &[Role] = if pass == 0 { &[Role::Param] } else { &[Role::Param, Role::Grad] };
             for &role in roles {
                 for home in self.layers[position].homes.clone() {
-                    let (bucket, data) = (self.homes[home].bucket, self.homes[home].data);
-                    if stage.pieces(role, zero, data).is_empty() {
+                    let Home { bucket, zero, offload, data, own_param, own_grad, .. } = self.homes[home];
+                    let (kept, pieces) = (self.homes[home].roles[&role], stage.pieces(role, zero, data));
+                    let is_away = space(role, offload) != Space::Device;
+                    if pieces.is_empty() && !is_away {
                         continue;
                     }
                     let whole = self.flat(stage, bucket, role, AxisSet::EMPTY, offset);
+                    let cut = if role == Role::Grad { zero.0 >= 1 && !data.is_empty() } else { is_away && !pieces.is_empty() };
+                    let own = if cut { self.piece_in_place(stage, bucket, role, data, offset) } else { whole };
+                    let whole_end = offset + align(self.program.buffers[whole].bytes);
+                    let mut end = whole_end;
+                    // What comes in: the role as it is kept.
+                    let mut comes = if pieces.is_empty() { whole } else { own };
                     if role == Role::Param {
-                        self.layers[position].gathered[pass].push((home, whole));
+                        let src = if is_away { own } else { own_param };
+                        self.layers[position].gathered[pass].extend((!pieces.is_empty()).then_some(Gather { axes: data, src, whole }));
                     } else {
-                        let piece = self.piece_in_place(stage, bucket, role, data, offset);
-                        self.layers[position].scattered.push(Turned { home, whole, piece });
+                        let mut sum = (!pieces.is_empty()).then_some(own_grad);
+                        if let (Some(sum), true) = (&mut sum, is_away) {
+                            *sum = self.flat(stage, bucket, role, pieces, whole_end);
+                            comes = *sum;
+                            end += align(self.program.buffers[comes].bytes);
+                        }
+                        self.layers[position].turned.push(Turned { home, part: Part { whole, own }, sum });
                     }
+                    self.layers[position].fetched[pass].extend(is_away.then_some((kept, comes)));
                     let mut members = Members::new();
                     self.members(stage, bucket, role, offset, &mut members);
-                    offset += align(self.program.buffers[whole].bytes);
+                    offset = end;
                     let layer = &mut self.layers[position];
                     if pass == 0 { layer.forward.extend(members) } else { layer.backward.extend(members) }
                 }
@@ -374,15 +440,20 @@ impl Arena {
             nth += u64::from(offset > start);
         }
         let mut turns = (0..2).cycle();
+        let elsewhere: BTreeSet<BufferId> = self.away.iter().map(|a| a.0).collect();
         for home in 0..self.homes.len() {
             let of = &self.homes[home];
-            let offloaded: Vec<(Role, BufferId)> = of.roles.iter().filter(|(_, b)| self.host.contains(b)).map(|(&r, &b)| (r, b)).collect();
+            let offloaded: Vec<(Role, BufferId)> = of.roles.iter().filter(|(_, b)| elsewhere.contains(b)).map(|(&r, &b)| (r, b)).collect();
             let (bucket, mut offset) = (of.bucket, at + if offloaded.is_empty() { 0 } else { turn * turns.next().unwrap_or(0) });
             for (role, kept) in offloaded {
                 let Content::Flat { pieces, .. } = self.program.buffers[kept].content else { continue };
-                let staged = self.flat(stage, bucket, role, pieces, offset);
-                offset += align(self.program.buffers[staged].bytes);
-                self.homes[home].staged.insert(role, staged);
+                let whole = self.flat(stage, bucket, role, pieces, offset);
+                let own = match self.homes[home].own(role) {
+                    own if own == kept => whole,
+                    _ => self.piece_in_place(stage, bucket, role, self.homes[home].data, offset),
+                };
+                offset += align(self.program.buffers[whole].bytes);
+                self.homes[home].staged.insert(role, Part { whole, own });
             }
         }
         at + 2 * turn

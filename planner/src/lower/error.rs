@@ -60,12 +60,14 @@ pub enum LowerError {
     TooLarge { what: &'static str, found: u64, most: u64 },
     #[error("ZeRO stage {found}, expected 0 to 3")]
     ZeroStage { found: u8 },
+    #[error("the homes of tied parameter `{param}` have different ZeRO stages or ways of offloading")]
+    TiedStates { param: String },
+    #[error("{schedule} runs backward passes in halves, between which parameters and gradients stay: offload {found}, expected none or optimizer")]
+    PartedOffload { schedule: &'static str, found: &'static str },
     #[error(
         "clip none in {compute}: the factor that clips is what scales the loss back and finds overflow, so clip by the global norm (`global_norm`)"
     )]
     Unclipped { compute: DType },
-    #[error("the homes of tied parameter `{param}` have different ZeRO stages")]
-    TiedZero { param: String },
     #[error("`{first}` and `{second}` are both used by several layers; one such parameter is supported")]
     SeveralTied { first: String, second: String },
 }

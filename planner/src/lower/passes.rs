@@ -7,9 +7,9 @@
 //! backward   … | layer n | scatter(n) | gather(n−2) | layer n−1 | scatter(n−1) | gather(n−3) | …
 //! ```
 //! A turn of the ring is free as soon as its layer and what follows from it have been issued; the parameters of the next layer but one are gathered into it
-//! right then. Layers that keep whole parameters are passed over.
+//! right then. Layers that keep whole parameters are passed over. What is offloaded is copied in just before, on the copy stream, and gradients out behind a scatter.
 
-use super::arena::Arena;
+use super::arena::{Arena, Gather};
 use super::fragment::{Fragment, Storage, makes, reads};
 use super::stage::{Neighbour, Stage, VirtualStage};
 use super::sync;
@@ -65,7 +65,11 @@ pub(super) fn begin(stage: Stage<'_>, arena: &Arena) -> Segment {
         body.issue(Stream::Compute, Instr::Zero { dst: arena.scalars[&scalar] });
     }
     for home in &arena.homes {
-        body.issue(Stream::Compute, Instr::Zero { dst: home.roles[&Role::Grad] });
+        let dst = home.worked(Role::Grad).whole;
+        body.issue(Stream::Compute, Instr::Zero { dst });
+        if home.staged.contains_key(&Role::Grad) {
+            body.issue(Stream::Copy, Instr::Copy { src: dst, dst: home.roles[&Role::Grad] });
+        }
     }
     body.segment(SegmentKind::Begin)
 }
@@ -76,7 +80,7 @@ pub(super) fn forward(stage: Stage<'_>, arena: &Arena, of: &VirtualStage) -> Seg
         let dst = body.buffer(of.first(), sharded::Pass::Forward, src);
         body.issue(stage.stream(of, Stream::RecvForward, Stream::RecvForwardBack), Instr::Recv { from, channel: Channel::Forward, dst });
     }
-    let turns: Vec<usize> = of.layers.clone().filter(|&l| !arena.layers[l].gathered[0].is_empty()).collect();
+    let turns: Vec<usize> = of.layers.clone().filter(|&l| arena.layers[l].comes_in(0)).collect();
     body.gather(sharded::Pass::Forward, turns.iter().take(2));
     for at in of.layers.clone() {
         body.layer(at, Pass::Forward);
@@ -98,17 +102,21 @@ pub(super) fn backward(stage: Stage<'_>, arena: &Arena, of: &VirtualStage, pass:
         body.issue(stage.stream(of, Stream::RecvBackward, Stream::RecvBackwardBack), Instr::Recv { from, channel: Channel::Backward, dst });
     }
     let layers: Vec<usize> = of.layers.clone().rev().collect();
-    let uses_ring = |l: &usize| !arena.layers[*l].gathered[1].is_empty() || !arena.layers[*l].scattered.is_empty();
-    let turns: Vec<usize> = layers.iter().copied().filter(uses_ring).collect();
-    body.gather(sharded::Pass::Backward, turns.iter().take(2));
+    let turns: Vec<usize> = layers.iter().copied().filter(|&l| arena.layers[l].comes_in(1) || !arena.layers[l].turned.is_empty()).collect();
+    // Gradients that a turn goes on adding to come in behind that turn.
+    let goes_on = |at: usize| turns.iter().position(|&l| l == at).is_some_and(|nth| nth > 0 && shares_gradients(arena, turns[nth - 1], at));
+    body.gather(sharded::Pass::Backward, turns.iter().take(2).filter(|&&l| !goes_on(l)));
     for at in layers {
-        for turned in &arena.layers[at].scattered {
-            body.issue(Stream::Compute, Instr::Zero { dst: turned.whole });
+        for turned in arena.layers[at].turned.iter().filter(|t| t.sum.is_some()) {
+            body.issue(Stream::Compute, Instr::Zero { dst: turned.part.whole });
         }
+        let is_last = matches!(kind, SegmentKind::BackwardLast | SegmentKind::BackwardWeightLast);
         body.layer(at, pass);
-        sync::scatter(&mut body, at);
-        body.gather(sharded::Pass::Backward, next_but_one(&turns, at));
-        if matches!(kind, SegmentKind::BackwardLast | SegmentKind::BackwardWeightLast) {
+        sync::turn(&mut body, at, is_last);
+        let next = turns.iter().position(|&l| l == at).and_then(|nth| turns.get(nth + 1));
+        body.gather(sharded::Pass::Backward, next.filter(|&&l| goes_on(l)));
+        body.gather(sharded::Pass::Backward, next_but_one(&turns, at).filter(|&&l| !goes_on(l)));
+        if is_last {
             sync::reduce(&mut body, at);
         }
     }
@@ -125,6 +133,13 @@ pub(super) fn update(stage: Stage<'_>, arena: &Arena) -> Segment {
     body.segment(SegmentKind::Update)
 }
 
+/// Whether two layers have gradients of one parameter that are copied in and out.
+fn shares_gradients(arena: &Arena, one: usize, other: usize) -> bool {
+    let is_carried = |home: usize| arena.homes[home].staged.contains_key(&Role::Grad);
+    let turned = |layer: usize| arena.layers[layer].turned.iter().map(|t| t.home).filter(|&home| is_carried(home));
+    turned(one).any(|home| turned(other).any(|of| of == home))
+}
+
 /// The layer whose parameters come into the turn of the ring that `at` has left.
 fn next_but_one(turns: &[usize], at: usize) -> Option<&usize> {
     turns.iter().position(|&l| l == at).and_then(|nth| turns.get(nth + 2))
@@ -133,9 +148,11 @@ fn next_but_one(turns: &[usize], at: usize) -> Option<&usize> {
 impl Body<'_> {
     fn gather<'l>(&mut self, pass: sharded::Pass, layers: impl IntoIterator<Item = &'l usize>) {
         for &at in layers {
-            for &(home, whole) in &self.arena.layers[at].gathered[index(pass)] {
-                let home = &self.arena.homes[home];
-                self.flat(Pattern::AllGather, home.data, home.own_param, whole);
+            for &(src, dst) in &self.arena.layers[at].fetched[index(pass)] {
+                self.issue(Stream::Copy, Instr::Copy { src, dst });
+            }
+            for &Gather { axes, src, whole } in &self.arena.layers[at].gathered[index(pass)] {
+                self.flat(Pattern::AllGather, axes, src, whole);
             }
         }
     }

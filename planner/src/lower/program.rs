@@ -125,8 +125,9 @@ impl Sharder<'_> {
                 if member(pair[0]).map(|m| &m.sharding) != member(pair[1]).map(|m| &m.sharding) {
                     return Err(LowerError::ParamShardings { param: name() });
                 }
-                if plan.layer(pair[0]).zero != plan.layer(pair[1]).zero && !self.mesh.data().is_empty() {
-                    return Err(LowerError::TiedZero { param: name() });
+                let [one, other] = [plan.layer(pair[0]), plan.layer(pair[1])];
+                if one.zero != other.zero && !self.mesh.data().is_empty() || one.offload != other.offload {
+                    return Err(LowerError::TiedStates { param: name() });
                 }
             }
         }

@@ -8,7 +8,7 @@
 //! | 3 | the same | | own piece | |
 //!
 //! States that are offloaded come in and go out on the copy stream: those of the first two buckets come in at the start of the update, those of the next but one when
-//! their turn of the ring is free.
+//! their turn of the ring is free. Offloaded gradients are added up in the ring in a backward pass: they come in before it and go out behind it, reduced after the last.
 //!
 //! LAMB's update comes in two halves: sums over this rank's elements of each parameter and of its direction, which are added over the axes that cut the parameters
 //! up and no others (ranks that hold the same elements have the same sums, all homes of a tied parameter too), then the step.
@@ -17,7 +17,7 @@
 //! talk, would else wait for the scatter in the midst of the backward pass. A parameter with homes on several stages is summed over them there too: every stage
 //! has then done all its passes, so nobody waits in the midst of them. It counts once in the norm, at its first home, and all homes make the same update.
 
-use super::arena::{Arena, Home};
+use super::arena::{Arena, Home, Part, Turned};
 use super::passes::Body;
 use super::stage::Stage;
 use dplan_ir::entity::BufferId;
@@ -33,13 +33,28 @@ pub(super) fn norm_scalar(stage: Stage<'_>) -> Option<Scalar> {
     }
 }
 
-/// After the backward pass of a layer: gradients of this micro-batch from the ring into this rank's piece.
-pub(super) fn scatter(body: &mut Body<'_>, layer: usize) {
+/// After the backward pass of a layer: gradients of this micro-batch from the ring to where they are added up; after the last, sums that are there.
+pub(super) fn turn(body: &mut Body<'_>, layer: usize, is_last: bool) {
     let arena = body.arena;
-    for turned in &arena.layers[layer].scattered {
-        let home = &arena.homes[turned.home];
-        body.flat(Pattern::ReduceScatter, home.data, turned.whole, turned.piece);
-        body.issue(Stream::Comm, Instr::AddInto { src: turned.piece, dst: home.own_grad });
+    for &Turned { home, part, sum } in &arena.layers[layer].turned {
+        let home = &arena.homes[home];
+        let whole = (part.whole, home.roles[&Role::Grad]);
+        let (src, dst) = match sum {
+            Some(sum) => {
+                body.flat(Pattern::ReduceScatter, home.data, part.whole, part.own);
+                body.issue(Stream::Comm, Instr::AddInto { src: part.own, dst: sum });
+                (sum, home.own_grad)
+            }
+            None if is_last && home.layers[0] == layer => {
+                summed(body, home, part);
+                // Of a scattered sum this rank has its own piece alone.
+                if home.zero.0 == 1 { (part.own, home.own_grad) } else { whole }
+            }
+            None => whole,
+        };
+        if home.staged.contains_key(&Role::Grad) {
+            body.issue(Stream::Copy, Instr::Copy { src, dst });
+        }
     }
 }
 
@@ -47,50 +62,85 @@ pub(super) fn scatter(body: &mut Body<'_>, layer: usize) {
 pub(super) fn reduce(body: &mut Body<'_>, layer: usize) {
     let arena = body.arena;
     for home in arena.layers[layer].homes.iter().map(|&h| &arena.homes[h]).filter(|h| h.layers[0] == layer) {
-        let bucket = bucket(arena, home);
-        let grad = home.roles[&Role::Grad];
-        match home.zero.0 {
-            0 if bucket.tied.is_empty() => body.flat(Pattern::AllReduce, bucket.partial, grad, grad),
-            1 => body.flat(Pattern::ReduceScatter, home.data, grad, home.own_grad),
-            _ => {}
+        if !home.staged.contains_key(&Role::Grad) {
+            summed(body, home, home.worked(Role::Grad));
         }
+    }
+}
+
+/// Gradients that are complete on this rank, to what ZeRO 0 and 1 make of them.
+fn summed(body: &mut Body<'_>, home: &Home, grad: Part) {
+    let bucket = bucket(body.arena, home);
+    match home.zero.0 {
+        0 if bucket.tied.is_empty() => body.flat(Pattern::AllReduce, bucket.partial, grad.whole, grad.whole),
+        1 => body.flat(Pattern::ReduceScatter, home.data, grad.whole, grad.own),
+        _ => {}
     }
 }
 
 /// What follows the last backward pass.
 pub(super) fn update(body: &mut Body<'_>) {
-    let arena = body.arena;
+    let (arena, master) = (body.arena, body.stage.types().master());
     let mut offloaded = arena.homes.iter().filter(|h| !h.staged.is_empty());
-    offloaded.by_ref().take(2).for_each(|home| copy_in(body, home));
+    // Where gradients come in before the update, the ring is theirs until they are done.
+    let is_early = arena.homes.iter().all(|h| !h.staged.contains_key(&Role::Grad));
+    if is_early {
+        offloaded.by_ref().take(2).for_each(|home| copy_in(body, home));
+    }
     loss(body);
     pending(body);
     let scale = norm(body);
+    if !is_early {
+        offloaded.by_ref().take(2).for_each(|home| copy_in(body, home));
+    }
     for home in &arena.homes {
-        let types = body.stage.types();
-        let at = |role: Role| home.staged.get(&role).or(home.roles.get(&role)).copied();
-        let state = if types.master() == Role::Param { Some(home.own_param) } else { at(types.master()) };
-        let param = (types.master() != Role::Param).then_some(home.own_param);
-        let moments: Vec<BufferId> = [Role::Moment1, Role::Moment2].into_iter().filter_map(at).collect();
-        let (state, grad, trust) = (state.unwrap_or(home.own_param), home.own_grad, home.trust);
+        let own = |role: Role| home.worked(role).own;
+        let moments: Vec<BufferId> = [Role::Moment1, Role::Moment2].into_iter().filter(|r| home.roles.contains_key(r)).map(own).collect();
+        let param = (master != Role::Param).then(|| own(Role::Param));
+        let (state, grad, trust) = (own(master), own(Role::Grad), home.trust);
         if let Some(dst) = trust {
             body.issue(Stream::Compute, Instr::TrustSums { state, grad, moments: moments.clone(), scale, dst });
             body.flat(Pattern::AllReduce, split(arena, home), dst, dst);
         }
         body.issue(Stream::Compute, Instr::Update { state, grad, moments, param, scale, trust });
-        if !home.staged.is_empty() {
-            home.staged.iter().for_each(|(role, &src)| body.issue(Stream::Copy, Instr::Copy { src, dst: home.roles[role] }));
-            offloaded.next().into_iter().for_each(|next| copy_in(body, next));
+        let Part { whole, own } = home.worked(Role::Param);
+        if !home.staged.contains_key(&Role::Param) {
+            copy_out(body, home);
         }
-        let whole = home.roles[&Role::Param];
-        if whole != home.own_param {
-            body.flat(Pattern::AllGather, home.data, home.own_param, whole);
+        if whole != own {
+            body.flat(Pattern::AllGather, home.data, own, whole);
+        }
+        if home.staged.contains_key(&Role::Param) {
+            copy_out(body, home);
+        }
+        if !home.staged.is_empty() {
+            offloaded.next().into_iter().for_each(|next| copy_in(body, next));
         }
     }
 }
 
-/// Offloaded states to where the update finds them.
+/// Offloaded states to where the update finds them; parameters only where it reads them.
 fn copy_in(body: &mut Body<'_>, home: &Home) {
-    home.staged.iter().for_each(|(role, &dst)| body.issue(Stream::Copy, Instr::Copy { src: home.roles[role], dst }));
+    let master = body.stage.types().master();
+    for (&role, part) in home.staged.iter().filter(|(role, _)| **role != Role::Param || master == Role::Param) {
+        body.issue(Stream::Copy, Instr::Copy { src: home.own(role), dst: part.own });
+    }
+}
+
+/// What the update changed, back to where it lives.
+fn copy_out(body: &mut Body<'_>, home: &Home) {
+    for (role, part) in home.staged.iter().filter(|(role, _)| **role != Role::Grad) {
+        body.issue(Stream::Copy, Instr::Copy { src: part.whole, dst: home.roles[role] });
+    }
+}
+
+/// This rank's part of the gradients, copied in if it is elsewhere.
+fn own_grad(body: &mut Body<'_>, home: &Home) -> BufferId {
+    let grad = home.worked(Role::Grad).own;
+    if grad != home.own_grad {
+        body.issue(Stream::Copy, Instr::Copy { src: home.own_grad, dst: grad });
+    }
+    grad
 }
 
 /// The loss is a sum over the ranks of the last stage.
@@ -113,7 +163,14 @@ fn pending(body: &mut Body<'_>) {
             0 => bucket.partial,
             _ => bucket.partial.minus(home.data),
         };
-        body.flat_across(Pattern::AllReduce, axes, bucket.tied.clone(), home.own_grad, home.own_grad);
+        if axes.is_empty() && bucket.tied.is_empty() {
+            continue;
+        }
+        let grad = own_grad(body, home);
+        body.flat_across(Pattern::AllReduce, axes, bucket.tied.clone(), grad, grad);
+        if grad != home.own_grad {
+            body.issue(Stream::Copy, Instr::Copy { src: grad, dst: home.own_grad });
+        }
     }
 }
 
@@ -124,7 +181,8 @@ fn norm(body: &mut Body<'_>) -> Option<BufferId> {
     for home in &arena.homes {
         let bucket = bucket(arena, home);
         if bucket.tied.first().is_none_or(|&first| first == stage.index) {
-            body.issue(Stream::Compute, Instr::SquareSum { src: home.own_grad, dst: norm, once: stage.axes().minus(split(arena, home)) });
+            let src = own_grad(body, home);
+            body.issue(Stream::Compute, Instr::SquareSum { src, dst: norm, once: stage.axes().minus(split(arena, home)) });
         }
     }
     let stages = if stage.stages() > 1 { (0..stage.stages()).collect() } else { Vec::new() };

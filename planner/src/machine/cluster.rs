@@ -14,6 +14,7 @@
 
 use super::curves::{Curve, Curves};
 use super::{DeviceSpec, Link, Machine, MachineError, Peak};
+use crate::baselines::Node;
 use crate::placement::{Groups, Seat, Site};
 use crate::space::greatest_common_divisor;
 use crate::units::{Bytes, Millionths, PerSecond};
@@ -93,6 +94,11 @@ impl Cluster {
     pub fn whole(&self) -> &Machine {
         self.site(self.sizes.whole())
     }
+    /// A node, as textbook systems take it: as that of the least of all devices.
+    pub fn node(&self) -> Node {
+        let &Machine { per_node, host_memory, .. } = self.whole();
+        Node { devices: per_node, host_memory }
+    }
     /// The machine, if all devices are alike.
     pub fn only(&self) -> Option<&Machine> {
         if let [machine] = self.groups.as_slice() { Some(machine) } else { None }
@@ -133,6 +139,8 @@ fn least(members: &[&Machine], between: Link) -> Machine {
         intra: link(|m| m.intra),
         inter: least_link(link(|m| m.inter), between),
         host: link(|m| m.host),
+        nvme: link(|m| m.nvme),
+        host_memory: members.iter().filter_map(|m| m.host_memory).min(),
         curves: least_curves(members),
     }
 }

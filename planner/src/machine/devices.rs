@@ -106,6 +106,9 @@ impl Gpu {
         let inter = Link { latency: Nanos(7_000), bandwidth: Millionths::percent(80).of(PerSecond(self.inter * 1_000_000)) };
         // Allowance: pinned copies reach about 80 % of the link, and cost about 10 µs each.
         let host = Link { latency: Nanos(10_000), bandwidth: Millionths::percent(80).of(PerSecond::giga(self.host)) };
-        Machine { device, per_node: self.per_node, nodes: 1, intra, inter, host, curves: Arc::new(curves) }
+        // Allowance, not measured: four disks in a node on four lanes each of PCIe 4 (16 lanes · 16 GT/s · 128/130 / 8 = 31.5 GB/s), of which 80 % is reached, shared by its
+        // devices; 100 µs for a queue to the disk and back. A cluster file has the real ones.
+        let nvme = Link { latency: Nanos(100_000), bandwidth: PerSecond(25_000_000_000 / self.per_node) };
+        Machine { device, per_node: self.per_node, nodes: 1, intra, inter, host, nvme, host_memory: None, curves: Arc::new(curves) }
     }
 }

@@ -77,6 +77,10 @@ pub struct Machine {
     pub inter: Link,
     /// Between the memories of a device and its host.
     pub host: Link,
+    /// Between a device and the disks of its node: one device's part, all of them at it.
+    pub nvme: Link,
+    /// What each device may take of its host's memory; no more than there is anyway if absent.
+    pub host_memory: Option<Bytes>,
     /// Measured collectives inside a node; α–β of the links where an op was not measured.
     pub curves: Arc<Curves>,
 }
@@ -191,7 +195,11 @@ pub fn cpu(ranks: u64) -> Machine {
         // A rank is a thread: nothing but its arena counts.
         context: Bytes::ZERO,
     };
-    Machine { device, per_node: ranks, nodes: 1, intra: copy, inter: copy, host: copy, curves: Arc::default() }
+    // Allowance, set low as the others: a disk that many share, such as those of virtual machines.
+    let nvme = Link { latency: Nanos(100_000), bandwidth: PerSecond(400_000_000) };
+    // Ranks have the memory of the host already.
+    let host_memory = Some(Bytes::ZERO);
+    Machine { device, per_node: ranks, nodes: 1, intra: copy, inter: copy, host: copy, nvme, host_memory, curves: Arc::default() }
 }
 
 /// The name in `known` with the fewest edits to `given`.

@@ -4,7 +4,7 @@
 use dplan_ir::dtype::DType;
 use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
 use dplan_ir::optimizer::Optimizer;
-use dplan_ir::plan::{Clip, Gathered, Recompute};
+use dplan_ir::plan::{Clip, Gathered, Recompute, Store};
 use dplan_ir::program::Pattern;
 use dplan_ir::sharding::Sharding;
 use dplan_planner::capacity::{Way, trades};
@@ -81,8 +81,8 @@ pub fn instance(seed: u64, most_layers: u64, most_offers: u64) -> Instance {
         "schedule=gpipe",
         "pp=1+2",
         "offload=none+optimizer",
-        "offload=none+optimizer",
-        "offload=none+optimizer",
+        "offload=optimizer+parameters:nvme",
+        "offload=none+gradients",
     ][dice.within(0, 9) as usize];
     let pins = Pins::parse(pins).unwrap();
     let problem = Problem::new(&prices, devices, batch, StateTypes { compute, optimizer }, clip, pins, None);
@@ -167,8 +167,12 @@ impl Links for Drawn {
         let time = self.latency + (1 + (stage(from) + stage(to) / 2) % 2) * bytes / 100;
         Nanos(self.on(from.site, 2, self.on(to.site, 3, time)))
     }
-    fn host_copy(&self, site: Site, bytes: u64) -> Nanos {
-        Nanos(self.on(site, 4, self.latency / 2 + bytes / 40))
+    fn copy(&self, site: Site, store: Store, bytes: u64) -> Nanos {
+        let time = match store {
+            Store::Cpu => self.latency / 2 + bytes / 40,
+            Store::Nvme => self.latency + bytes / 15,
+        };
+        Nanos(self.on(site, 4, time))
     }
     fn sweep(&self, site: Site, bytes: u64) -> Nanos {
         Nanos(self.on(site, 5, bytes / 300))

@@ -137,6 +137,7 @@ impl Setting<'_> {
         // What a reduction at the end of the step hides beside.
         let beside = if halves.is_some() { w } else { b };
         let (mut gather, mut scatter, mut add) = (0, 0, 0);
+        let (mut comes, mut goes) = (0, 0);
         let (mut reduce_end, mut rest_end, mut update, mut gather_end, mut late, mut moved) = (0, 0, 0, 0, 0, 0);
         for bucket in &offer.option.bytes.buckets {
             // Experts are shared out over some of the ranks that see different data; the others hold copies.
@@ -152,6 +153,26 @@ impl Setting<'_> {
             scatter += scattered;
             if zero >= 2 {
                 add += self.prices.sweep(site, 3 * piece * self.element(Role::Grad)).0;
+            }
+            // A role is cut at the ZeRO stage of its number, and leaves at the level of the same.
+            let number = |role| match role {
+                Role::Master | Role::Moment1 | Role::Moment2 => 1,
+                Role::Grad => 2,
+                Role::Param => 3,
+            };
+            let kept = |store, role| {
+                let elems = if zero >= number(role) { whole / ways } else { whole };
+                self.prices.copy(site, store, elems * self.element(role)).0
+            };
+            let taken = match states.offload {
+                Offload::None => None,
+                Offload::Optimizer(store) => Some((store, 1)),
+                Offload::Gradients(store) => Some((store, 2)),
+                Offload::Parameters(store) => Some((store, 3)),
+            };
+            if let Some((store, level)) = taken {
+                comes += if level >= 3 { kept(store, Role::Param) } else { 0 };
+                goes += if level >= 2 { 2 * kept(store, Role::Grad) } else { 0 };
             }
             if bucket.tied && shared {
                 continue;
@@ -170,10 +191,18 @@ impl Setting<'_> {
                 }
             }
             gather_end += gathered;
-            if states.offload == Offload::Optimizer {
-                // Every role but parameters and gradients, there and back.
-                let roles = self.types.roles().into_iter().filter(|r| !matches!(r, Role::Param | Role::Grad));
-                moved += roles.map(|role| 2 * self.prices.host_copy(site, piece * self.element(role)).0).sum::<u64>();
+            if let Some((store, level)) = taken {
+                let late = apart || zero >= 1 && bucket.partial.iter().any(|a| self.mesh.axis(a).size > 1);
+                for role in self.types.roles() {
+                    let times = match role {
+                        // Cleared; read by the norm; summed; read by the update.
+                        Role::Grad if level >= 2 => 2 + u64::from(self.clip == Clip::GlobalNorm) + if late { 2 } else { 0 },
+                        Role::Param if level >= 3 => 1 + u64::from(self.types.master() == Role::Param),
+                        Role::Grad | Role::Param => 0,
+                        Role::Master | Role::Moment1 | Role::Moment2 => 2,
+                    };
+                    moved += times * kept(store, role);
+                }
             }
             let mut bytes = if zero >= 2 { piece } else { whole } * self.element(Role::Grad);
             bytes += piece * self.element(Role::Grad) * if self.clip == Clip::GlobalNorm { 2 } else { 1 };
@@ -190,12 +219,13 @@ impl Setting<'_> {
                 update += self.prices.sweep(site, read).0 + collective(cuts, Pattern::AllReduce, sums);
             }
         }
-        let (f, b, end) = match zero {
-            0 => (f, input, overlapped(beside, reduce_end + rest_end) - beside + overlapped(update, moved)),
-            1 => (f, input, overlapped(beside, reduce_end + rest_end) - beside + overlapped(update, gather_end + moved)),
-            2 => (f, overlapped(b, scatter) + add, rest_end + overlapped(update, gather_end + moved)),
-            _ => (overlapped(f, gather), overlapped(b, gather + scatter) + add, rest_end + overlapped(update, moved)),
+        let (forth, back, end) = match zero {
+            0 => (0, 0, overlapped(beside, reduce_end + rest_end) - beside + overlapped(update, moved)),
+            1 => (0, 0, overlapped(beside, reduce_end + rest_end) - beside + overlapped(update, gather_end + moved)),
+            2 => (0, scatter, rest_end + overlapped(update, gather_end + moved)),
+            _ => (gather, gather + scatter, rest_end + overlapped(update, moved)),
         };
+        let (f, b) = (overlapped(f, forth + comes), overlapped(input, back + comes + goes) + if zero >= 2 { add } else { 0 });
         Times { f, b, w, end: end + late }
     }
 }
@@ -289,7 +319,13 @@ fn best_of_tuple(problem: &Problem, prices: &mut Drawn, shape: Shape, degrees: D
     };
     let offloads = if problem.pins.offload.is_pinned() { &Offload::ALL[..] } else { &[Offload::None] };
     let keeps = problem.types.roles().into_iter().any(|r| !matches!(r, Role::Param | Role::Grad));
-    let offloads = || offloads.iter().copied().filter(|&o| keeps || o == Offload::None);
+    let offloads = || {
+        offloads
+            .iter()
+            .copied()
+            .filter(|&o| keeps || !matches!(o, Offload::Optimizer(_)))
+            .filter(|&o| !order.halves() || matches!(o, Offload::None | Offload::Optimizer(_)))
+    };
     // All ways of running a layer on a site.
     let mut known: BTreeMap<(Site, usize), Ways> = BTreeMap::new();
     for (seat, l) in seats.iter().flat_map(|seat| (0..count).map(move |l| (seat, l))) {
@@ -321,7 +357,7 @@ fn best_of_tuple(problem: &Problem, prices: &mut Drawn, shape: Shape, degrees: D
                 (&ways[l].offers[offer], ways[l].halves.get(offer), states)
             };
             let chosen: Vec<Way> = (0..count).map(way).collect();
-            if tied.iter().all(|&l| chosen[l].0.tie == chosen[tied[0]].0.tie && chosen[l].2.zero == chosen[tied[0]].2.zero)
+            if tied.iter().all(|&l| chosen[l].0.tie == chosen[tied[0]].0.tie && chosen[l].2 == chosen[tied[0]].2)
                 && let Some(value) = value(problem, &setting, &chosen, &cuts, &tied, &crossing, boundary, seats)
             {
                 best = [best, Some(value)].into_iter().flatten().min();

@@ -92,7 +92,8 @@ pub fn run(args: &Args, file: &PlanFile, plan: u64, feed: Feed, weights: Option<
     }
     if let Some(path) = &args.save {
         let role = if file.plan.compute == DType::Bf16 { Role::Master } else { Role::Param };
-        save_weights(args, path, file, weights, &session.gather(role).map_err(Failure::fault)?)?;
+        let params = session.gather(role).map_err(Failure::fault)?;
+        save_weights(args, path, file, weights, |p| Ok(params[p].clone()))?;
     }
     if tells && !args.json {
         let arena = file.program.stages.iter().map(|s| s.arena_bytes).max().unwrap_or(0);

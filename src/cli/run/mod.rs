@@ -26,6 +26,7 @@ use dplan_ir::graph::Graph;
 use dplan_ir::verify;
 use faults::Planned;
 use settings::{Decay, LrSchedule};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use xxhash_rust::xxh3::xxh3_64;
@@ -89,6 +90,9 @@ pub struct Args {
     /// End the run if no rank gets any further for so many seconds.
     #[arg(long, default_value_t = 600.0, value_name = "S")]
     timeout: f64,
+    /// Folder of the files in which each rank keeps what a plan offloads to a disk; they have no names, and are gone when the run ends. The system's temporary folder if absent.
+    #[arg(long, value_name = "DIR")]
+    scratch: Option<PathBuf>,
     /// Initial weights, by their Hugging Face names: a file, an index of several, or the folder of either.
     #[arg(long, value_name = "FILE")]
     init: Option<PathBuf>,
@@ -250,28 +254,31 @@ fn is_folder(path: &Path) -> bool {
     path.is_dir() || path.as_os_str().as_encoded_bytes().ends_with(b"/")
 }
 
-/// Writes tensors as the parameters are called.
-fn save(path: &Path, file: &PlanFile, tensors: &Table<ParamId, Vec<f64>>) -> anyhow::Result<()> {
-    let written = match file.plan.compute {
-        DType::F64 => export_weights::save(path, &file.graph, DType::F64, |p| Ok(tensors[p].clone())),
-        _ => export_weights::save(path, &file.graph, DType::F32, |p| Ok(tensors[p].iter().map(|&v| v as f32).collect::<Vec<f32>>())),
+/// Writes tensors as the parameters are called; `elements` gives those of one.
+fn save(path: &Path, file: &PlanFile, elements: impl FnMut(ParamId) -> io::Result<Vec<f64>>) -> anyhow::Result<()> {
+    export_weights::save(path, &file.graph, saved_type(file), elements).with_context(|| format!("{}: cannot write", path.display()))
+}
+
+/// Writes the final weights, in the layout that they came in.
+fn save_weights(
+    args: &Args,
+    path: &Path,
+    file: &PlanFile,
+    from: Option<&Weights>,
+    elements: impl FnMut(ParamId) -> io::Result<Vec<f64>>,
+) -> anyhow::Result<()> {
+    if !is_folder(path) {
+        return save(path, file, elements);
+    }
+    let written = match from {
+        Some(weights) => layout::save_like(weights, path, &file.graph, elements),
+        None => layout::save_sharded(path, &file.graph, saved_type(file), args.shard_size, elements),
     };
     written.with_context(|| format!("{}: cannot write", path.display()))
 }
 
-/// Writes the final weights, in the layout that they came in.
-fn save_weights(args: &Args, path: &Path, file: &PlanFile, from: Option<&Weights>, params: &Table<ParamId, Vec<f64>>) -> anyhow::Result<()> {
-    if !is_folder(path) {
-        return save(path, file, params);
-    }
-    let written = match (from, file.plan.compute) {
-        (Some(weights), _) => layout::save_like(weights, path, &file.graph, |p| Ok(params[p].clone())),
-        (None, compute) => {
-            let dtype = if compute == DType::F64 { DType::F64 } else { DType::F32 };
-            layout::save_sharded(path, &file.graph, dtype, args.shard_size, |p| Ok(params[p].clone()))
-        }
-    };
-    written.with_context(|| format!("{}: cannot write", path.display()))
+fn saved_type(file: &PlanFile) -> DType {
+    if file.plan.compute == DType::F64 { DType::F64 } else { DType::F32 }
 }
 
 /// Initial weights, whole: read before a session takes them, so that a bad file is told as such.

@@ -1,11 +1,13 @@
 //! The loop over steps, and over attempts.
 
 use std::collections::BTreeSet;
+use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
 use dplan_ir::dropout::Draws;
+use dplan_ir::entity::ParamId;
 use dplan_ir::optimizer::StepScalars;
 use dplan_ir::program::Role;
 use serde_json::json;
@@ -104,8 +106,10 @@ impl Run {
     fn attempt(&self, found: Option<Found>) -> Result<Attempt> {
         let recording = if self.args.profile.is_some() { Recording::On } else { Recording::Off };
         let timeout = Duration::from_secs_f64(self.args.timeout);
-        let options = Options { timeout, decay: self.args.decay.groups(), recording, ..Options::default() };
+        let scratch = self.args.scratch.clone().unwrap_or_else(std::env::temp_dir);
+        let options = Options { timeout, decay: self.args.decay.groups(), recording, scratch, ..Options::default() };
         let mut session = Session::new(self.file.graph.clone(), self.file.program.clone(), &options).map_err(Failure::fault)?;
+        session.remarks().iter().for_each(|remark| self.say("note", remark));
         let position = match found {
             None => {
                 self.initialise(&mut session)?;
@@ -241,7 +245,7 @@ impl Run {
         let Some([before, after]) = at.images.as_mut().filter(|_| twice) else {
             let result = at.session.step(&scalars, batch)?;
             if let (0, Some(path)) = (step, &self.args.save_grads) {
-                save(path, &self.file, &at.session.grads()?).map_err(|e| Stop::End(e.into()))?;
+                save(path, &self.file, one_by_one(&mut at.session, Role::Grad)).map_err(|e| Stop::End(e.into()))?;
             }
             return Ok(result);
         };
@@ -363,14 +367,17 @@ impl Run {
             output::write(path, chrome(&attempt.session, self.file.plan.pipeline(), &attempt.recorded).as_bytes())?;
         }
         if let Some(path) = &self.args.save {
-            save_weights(&self.args, path, &self.file, self.weights.as_ref(), &attempt.session.params().map_err(Failure::fault)?)?;
+            let params = one_by_one(&mut attempt.session, Role::Param);
+            save_weights(&self.args, path, &self.file, self.weights.as_ref(), params)?;
         }
         let took = self.begin.elapsed().as_secs_f64();
         let memory = attempt.session.memory();
         let rate = self.tokens() * self.steps_run as f64 / took;
         if self.args.json {
-            let ranks: Vec<_> =
-                memory.iter().map(|m| json!({ "stage": m.stage, "arena_bytes": m.arena_bytes, "host_bytes": m.host_bytes })).collect();
+            let ranks: Vec<_> = memory
+                .iter()
+                .map(|m| json!({ "stage": m.stage, "arena_bytes": m.arena_bytes, "host_bytes": m.host_bytes, "file_bytes": m.file_bytes }))
+                .collect();
             let summary = json!({
                 "steps": self.steps_run, "seconds": took, "tokens_per_second": rate, "first_loss": self.losses.map(|l| l.0),
                 "last_loss": self.losses.map(|l| l.1), "ranks": memory.len(), "memory": ranks,
@@ -378,16 +385,27 @@ impl Run {
             output::say!("{}", json!({ "summary": summary }));
         } else if let Some((first, last)) = self.losses {
             let largest = memory.iter().map(|m| m.arena_bytes).max().unwrap_or(0);
+            let elsewhere: Vec<String> =
+                [("the memory of the host", memory.iter().map(|m| m.host_bytes).max()), ("a file", memory.iter().map(|m| m.file_bytes).max())]
+                    .into_iter()
+                    .filter_map(|(place, bytes)| bytes.filter(|&b| b > 0).map(|bytes| format!(", {} in {place}", gib(bytes))))
+                    .collect();
             output::say!(
-                "{} steps on {} ranks in {}: loss {first:.4} -> {last:.4}, {rate:.0} tokens/s, arena {} a rank at most",
+                "{} steps on {} ranks in {}: loss {first:.4} -> {last:.4}, {rate:.0} tokens/s, arena {} a rank at most{}",
                 self.steps_run,
                 memory.len(),
                 seconds(took),
-                gib(largest)
+                gib(largest),
+                elsewhere.concat()
             );
         }
         Ok(Outcome::Done)
     }
+}
+
+/// A role of one parameter after another, so that never all of them are in memory.
+fn one_by_one(session: &mut Session, role: Role) -> impl FnMut(ParamId) -> io::Result<Vec<f64>> {
+    move |param| session.gather_one(role, param).map_err(io::Error::other)
 }
 
 fn whose(difference: &Difference) -> String {

@@ -1,9 +1,10 @@
-//! A rank's memory: one allocation, in which the program's buffers are byte ranges; the program's host memory lies behind its arena.
+//! A rank's memory: one allocation, in which the program's buffers are byte ranges; the program's host memory lies behind its arena. What is in the rank's file is behind both.
 //!
 //! The memory is shared between threads as raw bytes. Who may touch which range when is what the program verifier proves; this module only
 //! checks that ranges lie inside the arena and are aligned, when a program is loaded.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::io;
 use std::ptr::NonNull;
 
 use dplan_ir::dtype::DType;
@@ -11,12 +12,15 @@ use dplan_ir::mesh::Mesh;
 use dplan_ir::program::{ALIGN, Buffer};
 use dplan_kernels::cpu::block::{Block, BlockMut};
 
+use super::scratch::Scratch;
+
 /// Zeroed bytes at an aligned address.
 #[derive(Debug)]
 pub struct Arena {
     base: NonNull<u8>,
     layout: Layout,
     bytes: u64,
+    file: Option<Scratch>,
 }
 
 // SAFETY: an arena is plain bytes; the accesses of different threads are ordered by the program (see the module docs).
@@ -26,15 +30,18 @@ unsafe impl Sync for Arena {}
 
 impl Arena {
     /// `None` if there is not so much memory.
-    pub fn new(bytes: u64) -> Option<Arena> {
+    pub fn new(bytes: u64, file: Option<Scratch>) -> Option<Arena> {
         let layout = Layout::from_size_align(usize::try_from(bytes).ok()?.max(1), ALIGN as usize).ok()?;
         // SAFETY: the size is not zero.
         let base = NonNull::new(unsafe { alloc_zeroed(layout) })?;
-        Some(Arena { base, layout, bytes })
+        Some(Arena { base, layout, bytes, file })
     }
     /// What was asked for.
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+    pub fn file(&self) -> Option<&Scratch> {
+        self.file.as_ref()
     }
     /// The address of a slot for a micro-batch.
     pub fn at(&self, slot: &Slot, micro_batch: u64) -> *mut u8 {
@@ -77,6 +84,50 @@ impl Arena {
             }
         }
     }
+
+    /// Copies the bytes of slot 0 out, wherever they are.
+    ///
+    /// # Safety
+    /// Nobody writes them meanwhile.
+    ///
+    /// # Errors
+    /// If they are in a file that cannot be read.
+    ///
+    /// # Panics
+    /// If `into` is not as long as the slot.
+    pub unsafe fn load(&self, slot: &Slot, into: &mut [u8]) -> io::Result<()> {
+        assert_eq!(into.len(), slot.bytes, "as long as the slot");
+        match &self.file {
+            Some(file) if slot.address(0) >= self.bytes => file.read(slot.address(0), into),
+            _ => {
+                // SAFETY: in bounds by `Slot::new`; not written by the caller's promise.
+                into.copy_from_slice(unsafe { std::slice::from_raw_parts(self.at(slot, 0), slot.bytes) });
+                Ok(())
+            }
+        }
+    }
+
+    /// The inverse of [`Arena::load`].
+    ///
+    /// # Safety
+    /// Nobody else reads or writes them meanwhile.
+    ///
+    /// # Errors
+    /// If they are in a file that cannot be written.
+    ///
+    /// # Panics
+    /// If `from` is not as long as the slot.
+    pub unsafe fn store(&self, slot: &Slot, from: &[u8]) -> io::Result<()> {
+        assert_eq!(from.len(), slot.bytes, "as long as the slot");
+        match &self.file {
+            Some(file) if slot.address(0) >= self.bytes => file.write(slot.address(0), from),
+            _ => {
+                // SAFETY: in bounds by `Slot::new`; exclusive by the caller's promise.
+                unsafe { std::slice::from_raw_parts_mut(self.at(slot, 0), slot.bytes) }.copy_from_slice(from);
+                Ok(())
+            }
+        }
+    }
 }
 
 impl Drop for Arena {
@@ -114,6 +165,16 @@ impl Slot {
     }
     pub fn elems(&self) -> usize {
         self.bytes / self.dtype.size() as usize
+    }
+    /// Where it begins for a micro-batch.
+    pub fn address(&self, micro_batch: u64) -> u64 {
+        self.offset as u64 + micro_batch % self.slots * self.stride as u64
+    }
+    /// `len` of its elements from one on; it has one slot.
+    pub fn part(self, from: usize, len: usize) -> Slot {
+        let size = self.dtype.size() as usize;
+        debug_assert!(self.slots == 1 && (from + len) * size <= self.bytes);
+        Slot { offset: self.offset + from * size, bytes: len * size, ..self }
     }
     /// The same bytes as elements of another type.
     pub fn typed(self, dtype: DType) -> Slot {

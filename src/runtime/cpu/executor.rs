@@ -4,6 +4,7 @@
 //! or for a peer, holds only its own stream. When no head gets further the thread parks until a peer that completed something wakes it: nothing spins, so
 //! there may be more ranks than cores.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
 use std::thread::Thread;
@@ -21,6 +22,7 @@ use half::{bf16, f16};
 use super::arena::{Arena, Slot};
 use super::load::{Action, Code, Item, Loaded};
 use super::meeting::{Part, Phase, Progress};
+use super::scratch::{Porter, Transfer};
 use crate::runtime::batch::{Batch, Rows};
 use crate::runtime::{Order, Recording, Rehearsal, Span, block};
 
@@ -46,6 +48,8 @@ const EAGER: [usize; STREAMS] = [
 pub struct World {
     pub loaded: Loaded,
     pub arenas: Vec<Arena>,
+    /// Of each rank that has a file.
+    pub porters: Vec<Option<Porter>>,
     pub ranks: Vec<Seen>,
     /// Somebody failed: everybody stops.
     pub poisoned: AtomicBool,
@@ -94,6 +98,8 @@ pub struct Executor<'w> {
     world: &'w World,
     rank: usize,
     phases: [Phase; STREAMS],
+    /// Numbers of the transfers that are under way, of the items at the head of each queue.
+    transfers: [Range<u64>; STREAMS],
     /// Which `record`s of the step are complete.
     records: Vec<bool>,
     random: u64,
@@ -121,6 +127,7 @@ impl<'w> Executor<'w> {
             world,
             rank,
             phases: Default::default(),
+            transfers: [const { 0..0 }; STREAMS],
             records: vec![false; code.records],
             random: seed,
             steps: 0,
@@ -199,6 +206,7 @@ impl<'w> Executor<'w> {
             | Action::Input { .. }
             | Action::Slice { .. }
             | Action::Copy { .. }
+            | Action::Transfer { .. }
             | Action::Zero { .. }
             | Action::AddInto { .. }
             | Action::SquareSum { .. }
@@ -237,6 +245,29 @@ impl<'w> Executor<'w> {
             }
         }
         turns
+    }
+
+    /// The transfer at the head of a stream: it is posted together with those right behind it, so that the disk need not wait for this thread in between.
+    fn transfer(&mut self, code: &Code, stream: usize) -> Progress {
+        let (world, under_way) = (self.world, &mut self.transfers[stream]);
+        let Some(porter) = &world.porters[self.rank] else { unreachable!("a rank with transfers has a file") };
+        if under_way.is_empty() {
+            let head = world.ranks[self.rank].heads[stream].load(Ordering::Relaxed) as usize;
+            let all = code.queues[stream][head..].iter().map_while(|&item| transfer_of(code, &world.arenas[self.rank], item));
+            for transfer in all {
+                // SAFETY: instructions between these and what waits for them leave the bytes alone: the verifier proved it of the program.
+                let number = unsafe { porter.post(transfer) };
+                *under_way = if under_way.is_empty() { number..number + 1 } else { under_way.start..number + 1 };
+            }
+        }
+        match porter.is_done(under_way.start) {
+            Ok(true) => {
+                under_way.start += 1;
+                Progress::Complete
+            }
+            Ok(false) => Progress::Blocked,
+            Err(why) => panic!("{why}"),
+        }
     }
 
     /// Takes the head of a stream as far as it gets.
@@ -294,6 +325,7 @@ impl<'w> Executor<'w> {
                 // SAFETY: `load` checked that the slots are of one size; a copy goes between two memories, so they do not overlap.
                 unsafe { std::ptr::copy_nonoverlapping(arena.at(src, micro).cast_const(), arena.at(dst, micro), dst.bytes) }
             }
+            Action::Transfer { .. } => return self.transfer(code, stream),
             Action::AddInto { src, dst } => match (read(src), write(dst)) {
                 (Block::F32(src), BlockMut::F32(dst)) => flat::add_into(src, dst),
                 (Block::F64(src), BlockMut::F64(dst)) => flat::add_into(src, dst),
@@ -371,6 +403,30 @@ impl<'w> Executor<'w> {
             Action::Wait | Action::Nothing => {}
         }
         Progress::Complete
+    }
+}
+
+/// What a transfer is, if the item is one.
+fn transfer_of(code: &Code, arena: &Arena, item: Item) -> Option<Transfer> {
+    let micro = u64::from(item.micro_batch);
+    match &code.actions[item.action as usize] {
+        Action::Transfer { way, memory, file } => {
+            Some(Transfer { way: *way, memory: arena.at(memory, micro), bytes: memory.bytes, address: file.address(micro) })
+        }
+        Action::Run { .. }
+        | Action::Input { .. }
+        | Action::Slice { .. }
+        | Action::Meet { .. }
+        | Action::Zero { .. }
+        | Action::Copy { .. }
+        | Action::AddInto { .. }
+        | Action::SquareSum { .. }
+        | Action::ClipScale { .. }
+        | Action::TrustSums { .. }
+        | Action::Update { .. }
+        | Action::Record
+        | Action::Wait
+        | Action::Nothing => None,
     }
 }
 

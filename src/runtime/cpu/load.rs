@@ -11,12 +11,13 @@ use dplan_ir::entity::{BufferId, NodeId, ParamId, SegmentId, Table};
 use dplan_ir::graph::Graph;
 use dplan_ir::mesh::AxisSet;
 use dplan_ir::optimizer::{DecayGroups, Optimizer, decays};
-use dplan_ir::program::{Channel, Instr, Pattern, Program, Stream, Write};
+use dplan_ir::program::{Channel, Instr, Pattern, Program, Space, Stream, Write};
 use dplan_kernels::cpu::Kernel;
 
 use super::arena::Slot;
 use super::collective::Work;
 use super::meeting::Communicator;
+use super::scratch::Way;
 use crate::runtime::RuntimeError;
 use crate::runtime::block::Block;
 use crate::runtime::view::View;
@@ -59,6 +60,12 @@ pub enum Action {
     Copy {
         src: Slot,
         dst: Slot,
+    },
+    /// Between memory and the rank's file.
+    Transfer {
+        way: Way,
+        memory: Slot,
+        file: Slot,
     },
     AddInto {
         src: Slot,
@@ -127,6 +134,11 @@ pub struct Code {
 }
 
 impl Code {
+    /// Copies to and from the rank's file in one step.
+    pub fn transfers(&self) -> usize {
+        let is = |item: &&Item| matches!(self.actions[item.action as usize], Action::Transfer { .. });
+        self.queues.iter().flatten().filter(is).count()
+    }
     /// Elements of staging that the rank's kernels need at most.
     pub fn staging_elems(&self) -> usize {
         let needs = self.actions.iter().map(|a| if let Action::Run { kernel, .. } = a { kernel.staging_elems() } else { 0 });
@@ -298,9 +310,15 @@ impl Loader<'_> {
             }
             Instr::Zero { dst } => Action::Zero { dst: self.slot(*dst)? },
             Instr::Copy { src, dst } => {
-                let (src, dst) = (self.slot(*src)?, self.slot(*dst)?);
-                self.same(&[src, dst])?;
-                Action::Copy { src, dst }
+                let (from, to) = (self.slot_before(*src, self.view.of_stage().end())?, self.slot_before(*dst, self.view.of_stage().end())?);
+                self.same(&[from, to])?;
+                let is_filed = |buffer: BufferId| self.view.of_stage().space(buffer) == Space::File;
+                match (is_filed(*src), is_filed(*dst)) {
+                    (false, false) => Action::Copy { src: from, dst: to },
+                    (true, false) => Action::Transfer { way: Way::In, memory: to, file: from },
+                    (false, true) => Action::Transfer { way: Way::Out, memory: from, file: to },
+                    (true, true) => return Err("a copy from file to file".into()),
+                }
             }
             Instr::AddInto { src, dst } => {
                 let (src, dst) = (self.float(*src)?, self.float(*dst)?);
@@ -409,9 +427,13 @@ impl Loader<'_> {
     fn rank(&self, stage: usize, local_rank: u64) -> usize {
         stage * self.view.program.mesh.ranks() as usize + local_rank as usize
     }
+    /// The slot of a buffer in memory.
     fn slot(&self, id: BufferId) -> Result<Slot, String> {
+        self.slot_before(id, self.view.of_stage().range(Space::Host).end)
+    }
+    fn slot_before(&self, id: BufferId, end: u64) -> Result<Slot, String> {
         let View { program, local_rank, .. } = self.view;
-        Slot::new(self.view.buffer(id)?, self.view.of_stage().end(), &program.mesh, local_rank).map_err(|why| format!("{id}: {why}"))
+        Slot::new(self.view.buffer(id)?, end, &program.mesh, local_rank).map_err(|why| format!("{id}: {why}"))
     }
     /// The slot of a buffer that is computed with.
     fn float(&self, id: BufferId) -> Result<Slot, String> {

@@ -12,13 +12,14 @@ use dplan_ir::entity::{ParamId, Table};
 use dplan_ir::graph::Graph;
 use dplan_ir::init;
 use dplan_ir::optimizer::StepScalars;
-use dplan_ir::program::{Program, Role, Scalar, Stream};
+use dplan_ir::program::{Program, Role, Scalar, Space, StageProgram, Stream};
 use dplan_ir::text::{self, Place};
 use dplan_kernels::cpu::Threads;
 
 use super::arena::{Arena, Slot};
 use super::executor::{Executor, Poisoned, Seen, World, scalar};
 use super::load::{Action, Code, Item, Loaded, load};
+use super::scratch::{Porter, Scratch};
 use super::state::{self, Holding, Which};
 use crate::runtime::batch::input_elems;
 use crate::runtime::{Batch, Options, RankMemory, Rehearsal, RuntimeError, Span, Stall, StepResult};
@@ -32,6 +33,8 @@ pub struct Session {
     program: Program,
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
+    /// Of the ranks that have a file.
+    porters: Vec<JoinHandle<()>>,
     timeout: Duration,
 }
 
@@ -70,12 +73,19 @@ impl Session {
     fn start(graph: Graph, program: Program, loaded: Loaded, options: &Options) -> Result<Session, RuntimeError> {
         let mut arenas = Vec::with_capacity(loaded.codes.len());
         for (rank, code) in loaded.codes.iter().enumerate() {
-            let bytes = program.stages[code.stage as usize].end();
-            arenas.push(Arena::new(bytes).ok_or(RuntimeError::Memory { rank, bytes })?);
+            let of_stage = &program.stages[code.stage as usize];
+            let (bytes, file_bytes) = (of_stage.range(Space::Host).end, of_stage.file_bytes);
+            let file = || Scratch::new(&options.scratch, bytes, file_bytes);
+            let folder = || options.scratch.display().to_string();
+            let file =
+                (file_bytes > 0).then(file).transpose().map_err(|why| RuntimeError::NoScratch { rank, folder: folder(), bytes: file_bytes, why })?;
+            arenas.push(Arena::new(bytes, file).ok_or(RuntimeError::Memory { rank, bytes })?);
         }
         let count = arenas.len();
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let porter = |(arena, code): (&Arena, &Code)| arena.file().map(|_| Porter::new(code.transfers()));
         let world = World {
+            porters: arenas.iter().zip(&loaded.codes).map(porter).collect(),
             loaded,
             arenas,
             ranks: (0..count).map(|_| Seen::default()).collect(),
@@ -87,7 +97,7 @@ impl Session {
         };
         let task = Mutex::new(Task { scalars: None, batch: None, running: 0, panics: Vec::new() });
         let shared = Arc::new(Shared { world, task, finished: Condvar::new(), quit: AtomicBool::new(false), begun: AtomicU64::new(0) });
-        let mut session = Session { graph, program, shared, threads: Vec::with_capacity(count), timeout: options.timeout };
+        let mut session = Session { graph, program, shared, threads: Vec::with_capacity(count), porters: Vec::new(), timeout: options.timeout };
         for rank in 0..count {
             let shared = Arc::clone(&session.shared);
             let thread = std::thread::Builder::new().name(format!("rank {rank}")).spawn(move || shared.rank(rank));
@@ -95,10 +105,15 @@ impl Session {
             // Threads begin by waiting for a step, so the handle is there before anybody needs it.
             let _ = session.shared.world.ranks[rank].thread.set(thread.thread().clone());
             session.threads.push(thread);
+            if session.shared.world.porters[rank].is_some() {
+                let shared = Arc::clone(&session.shared);
+                let thread = std::thread::Builder::new().name(format!("porter {rank}")).spawn(move || shared.porter(rank));
+                session.porters.push(thread.map_err(|e| RuntimeError::Thread { rank, why: e.to_string() })?);
+            }
         }
         // What a thread allocates when it begins is no part of a step.
         let mut task = session.shared.lock();
-        while task.running < count {
+        while task.running < count + session.porters.len() {
             task = session.shared.finished.wait(task).unwrap_or_else(|e| e.into_inner());
         }
         task.running = 0;
@@ -116,10 +131,16 @@ impl Session {
     pub fn memory(&self) -> Vec<RankMemory> {
         let codes = &self.shared.world.loaded.codes;
         let of = |code: &Code, arena: &Arena| {
-            let host_bytes = self.program.stages[code.stage as usize].host_bytes;
-            RankMemory { stage: code.stage, arena_bytes: arena.bytes() - host_bytes, host_bytes }
+            let StageProgram { host_bytes, file_bytes, .. } = self.program.stages[code.stage as usize];
+            RankMemory { stage: code.stage, arena_bytes: arena.bytes() - host_bytes, host_bytes, file_bytes }
         };
         codes.iter().zip(&self.shared.world.arenas).map(|(code, arena)| of(code, arena)).collect()
+    }
+    /// What a user should know of how it runs.
+    pub fn remarks(&self) -> Vec<String> {
+        let cached = self.shared.world.arenas.iter().find_map(|arena| arena.file()?.cached());
+        let remark = |why: &str| format!("scratch files go through the page cache, which takes memory: no direct I/O there ({why})");
+        cached.map(remark).into_iter().collect()
     }
     /// Nanoseconds since the session began: the clock of [`Span`]s.
     pub fn clock(&self) -> u64 {
@@ -171,7 +192,7 @@ impl Session {
         let roles: &[Role] = if role == Role::Param { &[Role::Param, Role::Master] } else { &[role] };
         for &role in roles {
             // SAFETY: no step runs: this has the only reference to the session.
-            unsafe { state::scatter(&self.graph, &self.program, &self.shared.world.arenas, role, param, values) };
+            unsafe { state::scatter(&self.graph, &self.program, &self.shared.world.arenas, role, param, values) }.map_err(RuntimeError::Scratch)?;
         }
         Ok(())
     }
@@ -194,10 +215,17 @@ impl Session {
     /// # Errors
     /// As [`Session::params`].
     pub fn gather(&mut self, role: Role) -> Result<Table<ParamId, Vec<f64>>, RuntimeError> {
+        let params: Vec<ParamId> = self.graph.params.ids().collect();
+        params.into_iter().map(|param| self.gather_one(role, param)).collect()
+    }
+    /// One role of one parameter.
+    ///
+    /// # Errors
+    /// As [`Session::params`].
+    pub fn gather_one(&mut self, role: Role, param: ParamId) -> Result<Vec<f64>, RuntimeError> {
         self.idle()?;
         // SAFETY: no step runs: this has the only reference to the session.
-        let one = |id| unsafe { state::gather(&self.graph, &self.program, &self.shared.world.arenas, role, id) };
-        Ok(self.graph.params.ids().map(one).collect())
+        unsafe { state::gather(&self.graph, &self.program, &self.shared.world.arenas, role, param) }.map_err(RuntimeError::Scratch)
     }
 
     /// What every rank has of a role of a parameter, replicas included.
@@ -211,8 +239,7 @@ impl Session {
     pub fn copy_out(&mut self, holding: &Holding, bytes: &mut [u8]) -> Result<(), RuntimeError> {
         self.idle()?;
         // SAFETY: no step runs: this has the only reference to the session.
-        unsafe { state::copy_out(&self.shared.world.arenas, holding, bytes) };
-        Ok(())
+        unsafe { state::copy_out(&self.shared.world.arenas, holding, bytes) }.map_err(RuntimeError::Scratch)
     }
     /// Overwrites the elements of a holding of this session.
     ///
@@ -221,8 +248,7 @@ impl Session {
     pub fn copy_in(&mut self, holding: &Holding, bytes: &[u8]) -> Result<(), RuntimeError> {
         self.idle()?;
         // SAFETY: as above.
-        unsafe { state::copy_in(&self.shared.world.arenas, holding, bytes) };
-        Ok(())
+        unsafe { state::copy_in(&self.shared.world.arenas, holding, bytes) }.map_err(RuntimeError::Scratch)
     }
 
     /// Runs one step on all ranks.
@@ -391,6 +417,10 @@ impl Drop for Session {
                 let _ = thread.join();
             }
         }
+        self.shared.world.porters.iter().flatten().for_each(Porter::quit);
+        for porter in self.porters.drain(..) {
+            let _ = porter.join();
+        }
     }
 }
 
@@ -437,6 +467,15 @@ impl Shared {
             if self.world.poisoned.load(Ordering::SeqCst) {
                 return;
             }
+        }
+    }
+
+    /// The life of the thread that carries a rank's bytes to its file and back.
+    fn porter(&self, rank: usize) {
+        self.lock().running += 1;
+        self.finished.notify_all();
+        if let (Some(porter), Some(file)) = (&self.world.porters[rank], self.world.arenas[rank].file()) {
+            porter.carry(file, || self.world.wake(rank));
         }
     }
 

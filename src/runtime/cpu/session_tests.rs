@@ -249,5 +249,5 @@ fn memory_is_what_the_program_says() {
     let program = data_parallel(&graph);
     let arena_bytes = program.stages[0].arena_bytes;
     let session = Session::new(graph, program, &Options::default()).expect("a session");
-    assert_eq!(session.memory(), [RankMemory { stage: 0, arena_bytes, host_bytes: 0 }; 2]);
+    assert_eq!(session.memory(), [RankMemory { stage: 0, arena_bytes, host_bytes: 0, file_bytes: 0 }; 2]);
 }

@@ -9,33 +9,34 @@ use dplan_ir::dtype::DType;
 use dplan_ir::entity::{BufferId, ParamId};
 use dplan_ir::extent::Seat;
 use dplan_ir::graph::Graph;
-use dplan_ir::program::{Bucket, Content, Instr, Member, Program, Role, StageProgram};
+use dplan_ir::program::{Bucket, Content, Instr, Issue, Member, Program, Role, Space, StageProgram};
 
 use super::arena::{Arena, Slot};
 use crate::fingerprint::{Digest, digest};
 use crate::runtime::block::Block;
-use dplan_kernels::cpu::block::{Block as Data, BlockMut as DataMut};
 use half::{bf16, f16};
+use std::io;
 
 /// Writes a logical tensor into every rank's buffers of `role` that hold parts of it.
 ///
 /// # Safety
 /// No rank runs meanwhile.
-pub unsafe fn scatter(graph: &Graph, program: &Program, arenas: &[Arena], role: Role, param: ParamId, values: &[f64]) {
+///
+/// # Errors
+/// If it is in a file that cannot be written.
+pub unsafe fn scatter(graph: &Graph, program: &Program, arenas: &[Arena], role: Role, param: ParamId, values: &[f64]) -> io::Result<()> {
+    let mut outcome = Ok(());
+    let mut bytes = Vec::new();
     each_home(program, param, |stage, bucket, member| {
         let Some(buffer) = program.stages[stage].home(bucket, role) else { return };
         each_rank(graph, program, stage, (param, member), buffer, |rank, slot, local, logical, len| {
-            // By way of f32, as a step rounds masters: `half` leaves out the last bits of an f64, and so rounds some the other way.
+            encode(slot.dtype, &values[logical..logical + len], &mut bytes);
             // SAFETY: no rank runs, by the caller's promise.
-            match unsafe { arenas[rank].write(slot, 0) } {
-                DataMut::F32(x) => x[local..local + len].iter_mut().zip(&values[logical..]).for_each(|(x, v)| *x = *v as f32),
-                DataMut::F64(x) => x[local..local + len].copy_from_slice(&values[logical..logical + len]),
-                DataMut::Bf16(x) => x[local..local + len].iter_mut().zip(&values[logical..]).for_each(|(x, v)| *x = bf16::from_f32(*v as f32)),
-                DataMut::F16(x) => x[local..local + len].iter_mut().zip(&values[logical..]).for_each(|(x, v)| *x = f16::from_f32(*v as f32)),
-                DataMut::I32(_) => {}
-            }
+            let stored = unsafe { arenas[rank].store(&slot.part(local, len), &bytes) };
+            outcome = std::mem::replace(&mut outcome, Ok(())).and(stored);
         });
     });
+    outcome
 }
 
 /// Reads a logical tensor out of the ranks' buffers of `role`, as the optimizer sees them: parameters that are up to date, gradients that are
@@ -43,22 +44,49 @@ pub unsafe fn scatter(graph: &Graph, program: &Program, arenas: &[Arena], role: 
 ///
 /// # Safety
 /// No rank runs meanwhile.
-pub unsafe fn gather(graph: &Graph, program: &Program, arenas: &[Arena], role: Role, param: ParamId) -> Vec<f64> {
+///
+/// # Errors
+/// If it is in a file that cannot be read.
+pub unsafe fn gather(graph: &Graph, program: &Program, arenas: &[Arena], role: Role, param: ParamId) -> io::Result<Vec<f64>> {
+    let mut outcome = Ok(());
+    let mut bytes = Vec::new();
     let mut values = vec![0.0; graph.shape(graph.params[param].value).iter().product::<u64>() as usize];
     each_home(program, param, |stage, bucket, member| {
         let Some(buffer) = updated(&program.stages[stage], bucket, role) else { return };
         each_rank(graph, program, stage, (param, member), buffer, |rank, slot, local, logical, len| {
+            let part = slot.part(local, len);
+            bytes.resize(part.bytes, 0);
             // SAFETY: no rank runs, by the caller's promise.
-            match unsafe { arenas[rank].read(slot, 0) } {
-                Data::F32(x) => values[logical..logical + len].iter_mut().zip(&x[local..]).for_each(|(v, x)| *v = f64::from(*x)),
-                Data::F64(x) => values[logical..logical + len].copy_from_slice(&x[local..local + len]),
-                Data::Bf16(x) => values[logical..logical + len].iter_mut().zip(&x[local..]).for_each(|(v, x)| *v = x.to_f64()),
-                Data::F16(x) => values[logical..logical + len].iter_mut().zip(&x[local..]).for_each(|(v, x)| *v = x.to_f64()),
-                Data::I32(_) => {}
-            }
+            let loaded = unsafe { arenas[rank].load(&part, &mut bytes) };
+            decode(slot.dtype, &bytes, &mut values[logical..logical + len]);
+            outcome = std::mem::replace(&mut outcome, Ok(())).and(loaded);
         });
     });
-    values
+    outcome.map(|()| values)
+}
+
+/// Elements as a rank's memory has them.
+fn encode(dtype: DType, values: &[f64], bytes: &mut Vec<u8>) {
+    bytes.clear();
+    // Short types by way of f32, as a step rounds masters: `half` leaves out the last bits of an f64, and so rounds some the other way.
+    match dtype {
+        DType::F32 => values.iter().for_each(|v| bytes.extend_from_slice(&(*v as f32).to_le_bytes())),
+        DType::F64 => values.iter().for_each(|v| bytes.extend_from_slice(&v.to_le_bytes())),
+        DType::Bf16 => values.iter().for_each(|v| bytes.extend_from_slice(&bf16::from_f32(*v as f32).to_le_bytes())),
+        DType::F16 => values.iter().for_each(|v| bytes.extend_from_slice(&f16::from_f32(*v as f32).to_le_bytes())),
+        DType::I32 => values.iter().for_each(|v| bytes.extend_from_slice(&(*v as i32).to_le_bytes())),
+    }
+}
+
+/// The inverse of [`encode`].
+fn decode(dtype: DType, bytes: &[u8], values: &mut [f64]) {
+    match dtype {
+        DType::F32 => values.iter_mut().zip(bytes.as_chunks().0).for_each(|(v, b)| *v = f64::from(f32::from_le_bytes(*b))),
+        DType::F64 => values.iter_mut().zip(bytes.as_chunks().0).for_each(|(v, b)| *v = f64::from_le_bytes(*b)),
+        DType::Bf16 => values.iter_mut().zip(bytes.as_chunks().0).for_each(|(v, b)| *v = bf16::from_le_bytes(*b).to_f64()),
+        DType::F16 => values.iter_mut().zip(bytes.as_chunks().0).for_each(|(v, b)| *v = f16::from_le_bytes(*b).to_f64()),
+        DType::I32 => values.iter_mut().zip(bytes.as_chunks().0).for_each(|(v, b)| *v = f64::from(i32::from_le_bytes(*b))),
+    }
 }
 
 /// What one rank has of one logical tensor: elements `from .. from + count` of a block of it, padding left out, in row-major order.
@@ -125,10 +153,7 @@ pub fn holdings(graph: &Graph, program: &Program, role: Role, param: ParamId, wh
             match all.last_mut().filter(|h| h.rank == rank) {
                 Some(holding) => {
                     holding.count += len as u64;
-                    match holding.runs.last_mut().filter(|r| r.local + r.len == local && r.logical + r.len == logical) {
-                        Some(run) => run.len += len,
-                        None => holding.runs.push(Run { local, logical, len }),
-                    }
+                    holding.runs.push(Run { local, logical, len });
                 }
                 None => {
                     let local_rank = rank as u64 % program.mesh.ranks();
@@ -162,19 +187,22 @@ fn before(block: &Block, logical: usize) -> u64 {
 /// # Safety
 /// No rank runs meanwhile.
 ///
+/// # Errors
+/// If they are in a file that cannot be read.
+///
 /// # Panics
 /// If `bytes` is not as long as the holding.
-pub unsafe fn copy_out(arenas: &[Arena], holding: &Holding, bytes: &mut [u8]) {
-    let size = holding.dtype.size() as usize;
+pub unsafe fn copy_out(arenas: &[Arena], holding: &Holding, bytes: &mut [u8]) -> io::Result<()> {
     assert_eq!(bytes.len(), holding.bytes(), "as long as the holding");
-    let base = arenas[holding.rank].at(&holding.slot, 0).cast_const();
-    let mut to = 0;
+    let mut rest = bytes;
     for run in &holding.runs {
-        let len = run.len * size;
-        // SAFETY: runs lie inside the slot, which lies inside the arena; no rank writes, by the caller's promise.
-        unsafe { std::ptr::copy_nonoverlapping(base.add(run.local * size), bytes[to..to + len].as_mut_ptr(), len) };
-        to += len;
+        let part = holding.slot.part(run.local, run.len);
+        let (of_run, behind) = rest.split_at_mut(part.bytes);
+        // SAFETY: no rank writes, by the caller's promise.
+        unsafe { arenas[holding.rank].load(&part, of_run)? };
+        rest = behind;
     }
+    Ok(())
 }
 
 /// The inverse of [`copy_out`].
@@ -182,19 +210,22 @@ pub unsafe fn copy_out(arenas: &[Arena], holding: &Holding, bytes: &mut [u8]) {
 /// # Safety
 /// No rank runs meanwhile.
 ///
+/// # Errors
+/// If they are in a file that cannot be written.
+///
 /// # Panics
 /// If `bytes` is not as long as the holding.
-pub unsafe fn copy_in(arenas: &[Arena], holding: &Holding, bytes: &[u8]) {
-    let size = holding.dtype.size() as usize;
+pub unsafe fn copy_in(arenas: &[Arena], holding: &Holding, bytes: &[u8]) -> io::Result<()> {
     assert_eq!(bytes.len(), holding.bytes(), "as long as the holding");
-    let base = arenas[holding.rank].at(&holding.slot, 0);
-    let mut from = 0;
+    let mut rest = bytes;
     for run in &holding.runs {
-        let len = run.len * size;
-        // SAFETY: as in `copy_out`.
-        unsafe { std::ptr::copy_nonoverlapping(bytes[from..from + len].as_ptr(), base.add(run.local * size), len) };
-        from += len;
+        let part = holding.slot.part(run.local, run.len);
+        let (of_run, behind) = rest.split_at(part.bytes);
+        // SAFETY: no rank runs, by the caller's promise.
+        unsafe { arenas[holding.rank].store(&part, of_run)? };
+        rest = behind;
     }
+    Ok(())
 }
 
 /// The buffer in which a role is as the bucket's update leaves or finds it: of parameters the master, or else the rank's piece; gradients as they are read;
@@ -212,7 +243,20 @@ fn updated(stage: &StageProgram, bucket: dplan_ir::entity::BucketId, role: Role)
         Role::Grad => update().map(|(_, grad)| grad),
         Role::Master | Role::Moment1 | Role::Moment2 => None,
     };
-    found.or_else(|| stage.home(bucket, role))
+    found.map(|buffer| kept(stage, buffer)).or_else(|| stage.home(bucket, role))
+}
+
+/// Where a buffer of the update is between steps, if it is in another memory then.
+fn kept(stage: &StageProgram, buffer: BufferId) -> BufferId {
+    let other = |issue: &Issue| match issue.instr {
+        Instr::Copy { src, dst } if dst == buffer => Some(src),
+        Instr::Copy { src, dst } if src == buffer => Some(dst),
+        _ => None,
+    };
+    if stage.space(buffer) != Space::Device {
+        return buffer;
+    }
+    stage.segments.values().flat_map(|s| &s.body).find_map(other).unwrap_or(buffer)
 }
 
 /// Every stage that has the parameter (a tied one may have several), with its bucket and its place in it.

@@ -6,7 +6,7 @@ use crate::entity::{BufferId, DimId, NodeId, ValueId};
 use crate::graph::{Graph, Node};
 use crate::mesh::AxisSet;
 use crate::op::Op;
-use crate::program::{ALIGN, Channel, Content, Instr, Pattern, Program, Role, Stream, Write};
+use crate::program::{ALIGN, Channel, Content, Instr, Pattern, Program, Role, Space, Stream, Write};
 use crate::sharding::Monoid;
 
 /// Kinds of damage.
@@ -60,7 +60,7 @@ pub enum Damage {
     SwapCalls,
     WrongMicroBatch,
     SmallerArena,
-    /// A copy between host and device goes the other way.
+    /// A copy between device and another memory goes the other way.
     CopyBackwards,
     /// A wait is for another event.
     WrongEvent,
@@ -96,12 +96,14 @@ pub enum Damage {
     OtherAxis,
     /// A dropout draws with the key of another one, and says of its operand and result what fits that.
     WrongKey,
+    /// The file is shorter.
+    LessFile,
     DropTrustSums,
     WithoutTrust,
 }
 
 impl Damage {
-    pub const ALL: [Damage; 68] = [
+    pub const ALL: [Damage; 69] = [
         Damage::DropRun,
         Damage::DropCollective,
         Damage::DropMessage,
@@ -168,6 +170,7 @@ impl Damage {
         Damage::LessHost,
         Damage::OtherAxis,
         Damage::WrongKey,
+        Damage::LessFile,
         Damage::DropTrustSums,
         Damage::WithoutTrust,
     ];
@@ -561,6 +564,13 @@ impl Cut<'_> {
                 let (ins, outs) = (vec![renamed(ins[0], of.inputs[0])], vec![renamed(outs[0], of.outputs[0])]);
                 self.issue(site).instr = Instr::Run { node: other, ins, outs, scratch, write };
                 Some(format!("{}: {other} for {node}", show(site)))
+            }
+            Damage::LessFile => {
+                let stages: Vec<usize> = (0..self.program.stages.len()).filter(|&s| self.program.stages[s].file_bytes > 0).collect();
+                let stage = stages[self.draw(stages.len())?];
+                let bytes = &mut self.program.stages[stage].file_bytes;
+                *bytes = bytes.saturating_sub(Space::File.align(1));
+                Some(format!("stage {stage}"))
             }
         }
     }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::{Cut, show, words};
 use crate::entity::BufferId;
 use crate::graph::Graph;
-use crate::program::{ALIGN, Buffer, Instr, Issue, Program, Region, StageProgram, Stream};
+use crate::program::{ALIGN, Buffer, Instr, Issue, Program, Region, Space, StageProgram, Stream};
 
 /// Kinds of rewrites that leave a program right.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -114,17 +114,19 @@ impl Cut<'_> {
                     })
                 };
                 // Each memory by itself.
-                let (device, host) = groups.split_at(groups.partition_point(|g| g.start < stage.arena_bytes));
+                let (device, others) = groups.split_at(groups.partition_point(|g| g.start < stage.range(Space::Device).end));
+                let (host, file) = others.split_at(others.partition_point(|g| g.start < stage.range(Space::Host).end));
                 let empty = |b: &&Buffer| range(b).is_empty() && b.offset <= stage.arena_bytes;
                 let empty = stage.buffers.values().filter(empty).map(|b| b.offset).max().unwrap_or(0);
-                let arena_bytes = pack(device, 0).max(empty);
-                let end = pack(host, arena_bytes);
+                let arena_end = pack(device, 0).max(empty);
+                let host_end = pack(host, arena_end);
+                let file_end = pack(file, host_end);
                 for (_, buffer) in stage.buffers.iter_mut() {
                     if let Some((group, to)) = moved.iter().find(|(g, _)| g.contains(&buffer.offset)) {
                         buffer.offset = buffer.offset - group.start + to;
                     }
                 }
-                (stage.arena_bytes, stage.host_bytes) = (arena_bytes, end - arena_bytes);
+                (stage.arena_bytes, stage.host_bytes, stage.file_bytes) = (arena_end, host_end - arena_end, file_end - host_end);
                 stage.regions = vec![Region { name: "all".into(), offset: 0, bytes: stage.arena_bytes }];
                 Some(format!("stage {at}"))
             }
@@ -136,8 +138,9 @@ impl Cut<'_> {
                 Some(format!("stage {stage} call {at}"))
             }
             Rewrite::LargerArena => {
-                // Host memory begins where the arena ends, so only a stage without any can grow in place.
-                let stages: Vec<usize> = (0..self.program.stages.len()).filter(|&s| self.program.stages[s].host_bytes == 0).collect();
+                // Other memories begin where the arena ends, so only a stage without any can grow in place.
+                let alone = |stage: &StageProgram| stage.end() == stage.arena_bytes;
+                let stages: Vec<usize> = (0..self.program.stages.len()).filter(|&s| alone(&self.program.stages[s])).collect();
                 let at = stages[self.draw(stages.len())?];
                 let stage = &mut self.program.stages[at];
                 stage.regions.push(Region { name: "more".into(), offset: stage.arena_bytes, bytes: ALIGN });

@@ -263,17 +263,28 @@ impl Walk<'_> {
     /// dst ← src, both all of a role or the same piece of it.
     pub fn copy_flat(&mut self, src: BufferId, dst: BufferId) {
         self.note_read(src);
-        let profile = self.profile(src);
+        let moved = self.moved(src, dst);
         self.note_write(dst);
-        self.paste(dst, &profile);
+        match moved {
+            Ok(profile) => self.paste(dst, &profile),
+            Err((class, message)) => {
+                self.fault(class, Some(src), message);
+                self.put_unordered(dst, Fact::Garbage);
+            }
+        }
+    }
+
+    /// What `dst` would hold of `src`, where one of them may lie in place and the other by itself.
+    fn moved(&mut self, src: BufferId, dst: BufferId) -> Result<Profile, (Class, String)> {
+        let same_cut = (self.grid(src) == NO_GRID) == (self.grid(dst) == NO_GRID);
+        if same_cut { Ok(self.profile(src)) } else { self.collapse(src).map(|fact| vec![(u64::MAX, fact)]) }
     }
 
     /// dst ← dst + src, of equal pieces of one gradient.
     pub fn add_flat(&mut self, src: BufferId, dst: BufferId) {
         let (Content::Flat { bucket, .. } | Content::Member { bucket, .. }) = self.types.stage.buffers[dst].content else { return };
         self.note_read(src);
-        let same_cut = (self.grid(src) == NO_GRID) == (self.grid(dst) == NO_GRID);
-        let moved = if same_cut { Ok(self.profile(src)) } else { self.collapse(src).map(|fact| vec![(u64::MAX, fact)]) };
+        let moved = self.moved(src, dst);
         self.note_write(dst);
         let flat = self.flat(dst);
         let grid = self.grid(dst);

@@ -6,7 +6,7 @@ use super::{Class, Place, Report};
 use crate::entity::{BucketId, BufferId, Id, ParamId, SegmentId};
 use crate::graph::{Def, Graph, Type};
 use crate::mesh::{AxisSet, MAX_AXES};
-use crate::program::{Buffer, Content, Instr, Program, Role, SegmentKind, StageProgram};
+use crate::program::{Buffer, Content, Instr, Program, Role, SegmentKind, Space, StageProgram};
 use crate::rule::{Split, rule};
 use crate::sharding::{LocalType, Sharding};
 
@@ -141,8 +141,8 @@ impl Checker<'_> {
             }
             end = region.offset.saturating_add(region.bytes);
         }
-        if self.stage.arena_bytes.checked_add(self.stage.host_bytes).is_none() {
-            self.fault("arena and host memory are too large".into());
+        if Space::ALL.iter().try_fold(0u64, |sum, &space| sum.checked_add(self.stage.bytes_in(space))).is_none() {
+            self.fault("its memories together are too large".into());
         }
         if end != self.stage.arena_bytes {
             self.fault(format!("the regions end at {end}, the arena at {}", self.stage.arena_bytes));
@@ -271,8 +271,7 @@ impl Checker<'_> {
         let end =
             (buffer.slots - 1).checked_mul(buffer.slot_stride).and_then(|n| n.checked_add(footprint)).and_then(|n| n.checked_add(buffer.offset));
         match end {
-            Some(end) if end <= self.stage.arena_bytes => Ok(()),
-            Some(end) if buffer.offset >= self.stage.arena_bytes && end <= self.stage.end() => Ok(()),
+            Some(end) if end <= self.stage.range(self.stage.space_at(buffer.offset)).end => Ok(()),
             Some(end) if end <= self.stage.end() => Err("lies in two memories".into()),
             _ => Err(format!("ends behind the arena of {} bytes", self.stage.end())),
         }
@@ -302,11 +301,11 @@ impl Checker<'_> {
         if let Some(bad) = buffers_of(instr).into_iter().find(|&b| b.index() >= self.stage.buffers.len()) {
             return Err((None, format!("{bad} is not a buffer of this stage")));
         }
-        let on_host = buffers_of(instr).into_iter().filter(|&b| self.stage.is_on_host(b));
-        match (instr, on_host.collect::<Vec<_>>()[..].split_first()) {
+        let elsewhere = buffers_of(instr).into_iter().filter(|&b| self.stage.space(b) != Space::Device);
+        match (instr, elsewhere.collect::<Vec<_>>()[..].split_first()) {
             (Instr::Copy { .. }, Some((_, []))) => {}
-            (Instr::Copy { dst, .. }, _) => return Err((Some(*dst), "a copy goes between the memories of device and host".into())),
-            (_, Some((&first, _))) => return Err((Some(first), "only copies reach the memory of the host".into())),
+            (Instr::Copy { dst, .. }, _) => return Err((Some(*dst), "a copy goes between the device's memory and another".into())),
+            (_, Some((&first, _))) => return Err((Some(first), format!("only copies reach {}", self.stage.space(first).name()))),
             (_, None) => {}
         }
         let err = |why: String| Err((None, why));

@@ -41,8 +41,8 @@
 //!
 //! A parted backward pass hides the reduction beside its weight half alone: `w` stands in the place of `b` in `e`. It has ZeRO 0 or 1.
 //!
-//! `rest` sums what tensor parallelism left partial; `update` streams gradients, states and parameters through memory, once more for the norm,
-//! and once more with a small reduction for LAMB's trust ratios.
+//! `rest` sums what tensor parallelism left partial; `update` streams gradients, states and parameters through memory, once more for the norm. LAMB's trust ratios
+//! come before it, beside nothing: states and gradients are read once more, and a small reduction follows.
 //! `x ∥ y = max(x, y) + 20 % · min(x, y)`: traffic beside compute is never free. A layer hides its own traffic and no more, so terms add up whatever the
 //! neighbours do, and a stage is a bag of layers.
 //!
@@ -205,6 +205,8 @@ struct Sync {
     /// Adding a scattered piece to the gradients.
     add: u64,
     update: u64,
+    /// Summing up for trust ratios, before the update.
+    trust: u64,
     /// Offloaded states to the device and back, in the update.
     copy: u64,
     /// Offloaded parameters to the device, in a pass.
@@ -253,7 +255,7 @@ impl LayerSync {
             2 => once.rest + beside(once.update, once.gather + copy),
             _ => once.rest + beside(once.update, copy),
         };
-        end + once.late
+        end + once.late + once.trust
     }
 
     /// Nanoseconds by which offloading makes the end of the step longer.
@@ -342,7 +344,8 @@ impl Terms<'_> {
             copy: sum.copy + self.copies(bucket, states, apart || zero.0 >= 1 && self.mesh.size(bucket.partial) > 1),
             fetch: sum.fetch + self.carried(bucket, states, Role::Param),
             carry: sum.carry + 2 * self.carried(bucket, states, Role::Grad),
-            update: sum.update + self.links.sweep(self.site, self.update_bytes(bucket, zero) + clear).0 + self.trust(bucket, zero),
+            update: sum.update + self.links.sweep(self.site, self.update_bytes(bucket, zero) + clear).0,
+            trust: sum.trust + self.trust(bucket, zero),
         }
     }
 

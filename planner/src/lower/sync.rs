@@ -24,6 +24,7 @@ use dplan_ir::entity::BufferId;
 use dplan_ir::mesh::AxisSet;
 use dplan_ir::plan::Clip;
 use dplan_ir::program::{Bucket, Instr, Pattern, Role, Scalar, Stream};
+use dplan_ir::sharding::Monoid;
 
 /// The scalar that a squared norm accumulates in, if the plan needs one.
 pub(super) fn norm_scalar(stage: Stage<'_>) -> Option<Scalar> {
@@ -93,16 +94,15 @@ pub(super) fn update(body: &mut Body<'_>) {
     if !is_early {
         offloaded.by_ref().take(2).for_each(|home| copy_in(body, home));
     }
+    // Before any parameters are gathered, which later sums would have to wait for; offloaded states come one after another.
+    arena.homes.iter().filter(|h| h.staged.is_empty()).for_each(|home| trust_sums(body, home, scale));
     for home in &arena.homes {
-        let own = |role: Role| home.worked(role).own;
-        let moments: Vec<BufferId> = [Role::Moment1, Role::Moment2].into_iter().filter(|r| home.roles.contains_key(r)).map(own).collect();
-        let param = (master != Role::Param).then(|| own(Role::Param));
-        let (state, grad, trust) = (own(master), own(Role::Grad), home.trust);
-        if let Some(dst) = trust {
-            body.issue(Stream::Compute, Instr::TrustSums { state, grad, moments: moments.clone(), scale, dst });
-            body.flat(Pattern::AllReduce, split(arena, home), dst, dst);
+        if !home.staged.is_empty() {
+            trust_sums(body, home, scale);
         }
-        body.issue(Stream::Compute, Instr::Update { state, grad, moments, param, scale, trust });
+        let param = (master != Role::Param).then(|| home.worked(Role::Param).own);
+        let (state, grad, trust) = (home.worked(master).own, home.worked(Role::Grad).own, home.trust);
+        body.issue(Stream::Compute, Instr::Update { state, grad, moments: moments(home), param, scale, trust });
         let Part { whole, own } = home.worked(Role::Param);
         if !home.staged.contains_key(&Role::Param) {
             copy_out(body, home);
@@ -116,6 +116,23 @@ pub(super) fn update(body: &mut Body<'_>) {
         if !home.staged.is_empty() {
             offloaded.next().into_iter().for_each(|next| copy_in(body, next));
         }
+    }
+}
+
+fn moments(home: &Home) -> Vec<BufferId> {
+    [Role::Moment1, Role::Moment2].into_iter().filter(|r| home.roles.contains_key(r)).map(|role| home.worked(role).own).collect()
+}
+
+/// What trust ratios are of, over all that a parameter is cut up over: for the next kernel, so it is met on the stream of kernels.
+fn trust_sums(body: &mut Body<'_>, home: &Home, scale: Option<BufferId>) {
+    let master = body.stage.types().master();
+    let Some(dst) = home.trust else { return };
+    let (state, grad) = (home.worked(master).own, home.worked(Role::Grad).own);
+    body.issue(Stream::Compute, Instr::TrustSums { state, grad, moments: moments(home), scale, dst });
+    let axes = split(body.arena, home);
+    if !axes.is_empty() {
+        let sum = Instr::Collective { pattern: Pattern::AllReduce, axes, stages: Vec::new(), dim: 0, monoid: Monoid::Sum, src: dst, dst };
+        body.issue(Stream::Compute, sum);
     }
 }
 

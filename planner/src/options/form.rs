@@ -55,15 +55,16 @@ impl Cost {
     }
 }
 
-/// The coordinates in which options are compared, each a sum over the layer: if none is larger, no plan gets dearer by the exchange.
+/// The coordinates in which options are compared, each a sum over the layer: if none is larger, no plan gets dearer by the exchange, but for
+/// latencies of buckets.
 ///
 /// ```text
 /// [ t,  P,  t + γ·p,  F,  F + W ]
 /// ```
 /// with `t` the time of both passes, `P` and `p` the parameters and those with gradients partial over tensor-parallel ranks, `F` and `W` frame and workspace
 /// bytes. A stage holds at least one frame of a layer besides the workspace, so `W` counts no more than `F` does. A partial gradient is summed at most once
-/// for each pass: γ is the time to all-reduce an element, so `p` counts no more than γ times what `t` does. How many buckets the parameters make decides
-/// nothing here: a few latencies at the end of a step, for gradients and for LAMB's trust ratios.
+/// for each pass: γ is the time to all-reduce an element, so `p` counts no more than γ times what `t` does. What several buckets cost
+/// above one is left out: latencies at the end of a step, of a reduction for gradients and one for LAMB's trust ratios.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Debug)]
 pub(super) struct Measure(pub [u64; 5]);
 

@@ -339,7 +339,7 @@ impl Loader<'_> {
                 let moments = [self.float(m)?, self.float(v)?];
                 self.same(&[&[state, grad], &moments[..]].concat())?;
                 let (members, stretches) = self.view.parts(*at, |p| self.decays[p])?;
-                let trust = self.trust(*dst, members)?;
+                let trust = self.trust(*dst, members, state)?;
                 Action::TrustSums { state, grad, moments, scale: scale.map(|s| self.float(s)).transpose()?, stretches, trust }
             }
             Instr::Update { state: at, grad, moments, param, scale, trust } => {
@@ -361,7 +361,7 @@ impl Loader<'_> {
                     None => (None, self.view.stretches(*at, |p| self.decays[p])?),
                     Some(sums) => {
                         let (members, stretches) = self.view.parts(*at, |p| self.decays[p])?;
-                        (Some(self.trust(*sums, members)?), stretches)
+                        (Some(self.trust(*sums, members, state)?), stretches)
                     }
                 };
                 Action::Update { optimizer, state, grad, moments, param, scale: scale.map(|s| self.float(s)).transpose()?, stretches, trust }
@@ -417,8 +417,11 @@ impl Loader<'_> {
         Action::Meet { communicator, member, work, src, dst }
     }
 
-    fn trust(&self, sums: BufferId, members: Vec<usize>) -> Result<Trust, String> {
+    fn trust(&self, sums: BufferId, members: Vec<usize>, state: Slot) -> Result<Trust, String> {
         let sums = self.float(sums)?;
+        if sums.dtype != state.dtype {
+            return Err(format!("sums of trust ratios in {}, of states in {}", sums.dtype, state.dtype));
+        }
         match members.iter().find(|&&at| 2 * at as u64 + 2 > sums.elems() as u64) {
             Some(at) => Err(format!("no sums of trust ratios for member {at}")),
             None => Ok(Trust { sums, members }),

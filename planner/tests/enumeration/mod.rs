@@ -138,7 +138,7 @@ impl Setting<'_> {
         let beside = if halves.is_some() { w } else { b };
         let (mut gather, mut scatter, mut add) = (0, 0, 0);
         let (mut comes, mut goes) = (0, 0);
-        let (mut reduce_end, mut rest_end, mut update, mut gather_end, mut late, mut moved) = (0, 0, 0, 0, 0, 0);
+        let (mut reduce_end, mut rest_end, mut update, mut gather_end, mut late, mut moved, mut trust) = (0, 0, 0, 0, 0, 0, 0);
         for bucket in &offer.option.bytes.buckets {
             // Experts are shared out over some of the ranks that see different data; the others hold copies.
             let copies: AxisSet = self.mesh.ids().filter(|&a| !self.mesh.axis(a).name.starts_with("tp") && !bucket.axes.contains(a)).collect();
@@ -216,7 +216,7 @@ impl Setting<'_> {
                 let read = 2 * piece * self.element(Role::Moment1) + piece * (self.element(self.types.master()) + self.element(Role::Grad));
                 let cuts = if zero == 0 { bucket.axes } else { bucket.axes.union(copies) };
                 let sums = 2 * bucket.members * self.element(self.types.master());
-                update += self.prices.sweep(site, read).0 + collective(cuts, Pattern::AllReduce, sums);
+                trust += self.prices.sweep(site, read).0 + collective(cuts, Pattern::AllReduce, sums);
             }
         }
         let (forth, back, end) = match zero {
@@ -226,7 +226,7 @@ impl Setting<'_> {
             _ => (gather, gather + scatter, rest_end + overlapped(update, moved)),
         };
         let (f, b) = (overlapped(f, forth + comes), overlapped(input, back + comes + goes) + if zero >= 2 { add } else { 0 });
-        Times { f, b, w, end: end + late }
+        Times { f, b, w, end: end + late + trust }
     }
 }
 

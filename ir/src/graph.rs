@@ -201,6 +201,21 @@ impl Graph {
             Def::Input | Def::Node(..) => None,
         }
     }
+    /// Whether the backward pass of a layer may read a parameter, be it to make again what the forward pass made. An embedding's table has a gradient, but nothing
+    /// reads it for that.
+    pub fn reads_parameters_back(&self, layer: u32) -> bool {
+        let mut read: Vec<ValueId> =
+            self.nodes.values().filter(|n| n.layer == layer && n.phase != Phase::Forward).flat_map(|n| n.inputs.clone()).collect();
+        let mut seen = BTreeSet::new();
+        while let Some(value) = read.pop() {
+            match self.values[value].def {
+                Def::Param(_) => return true,
+                Def::Node(node, _) if seen.insert(node) && self.nodes[node].layer == layer => read.extend(&self.nodes[node].inputs),
+                Def::Node(..) | Def::Input => {}
+            }
+        }
+        false
+    }
     pub fn forward_nodes(&self) -> impl Iterator<Item = (NodeId, &Node)> {
         self.nodes.iter().filter(|(_, n)| n.phase == Phase::Forward)
     }

@@ -11,7 +11,6 @@
 //! [`crate::capacity`] says ([`fitting`]).
 
 use crate::capacity::{self, Layers};
-use crate::memory::LayerBytes;
 use crate::menu::{Choice, Menus};
 use crate::objective::{Home, LayerSync, StageTime, Terms, repeats};
 use crate::placement::{Groups, Site, Weighting, weightings};
@@ -100,7 +99,7 @@ fn held(problem: &Problem, prices: &dyn Prices, tuple: &Tuple, sites: &[(Site, u
     for (at, kind) in problem.kinds.iter().enumerate().filter(|&(at, _)| tuple.schedule.is_plain() && known(at)) {
         let syncs = sites.iter().zip(floors).map(|(&(site, _), floors)| {
             let terms = Terms { links, site, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 1 };
-            let bytes = LayerBytes { buckets: floors[at].buckets.clone(), ..LayerBytes::default() };
+            let bytes = floors[at].bytes();
             kind.states(tuple).map(|states| terms.sync(&bytes, states, Home::Together)).collect::<Vec<LayerSync>>()
         });
         let syncs: Vec<Vec<LayerSync>> = syncs.collect();

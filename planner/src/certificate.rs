@@ -3,9 +3,7 @@
 //! The checker lists the space by trying all numbers instead of divisors, bounds tuples again from prices alone, without menus or stages, and solves those that were
 //! solved exactly again by integer programs ([`crate::integer`]).
 
-use crate::capacity::Trade;
 use crate::integer::{self, SolverFault};
-use crate::memory::LayerBytes;
 use crate::menu::Menus;
 use crate::objective::{Home, LayerSync, StageTime, Terms, border, share};
 use crate::placement::{Groups, Site, Weighting, weightings};
@@ -335,25 +333,51 @@ fn holds(problem: &Problem, prices: &dyn Prices, tuple: &Tuple, (kind, floor): (
     let (mesh, links, in_flight): (_, &dyn Links, _) = (tuple.mesh(), prices, tuple.in_flight(stage));
     let (site, kind) = (site_of(prices, tuple, stage), &problem.kinds[kind]);
     let terms = Terms { links, site, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 1 };
-    let bytes = LayerBytes { buckets: floor.buckets.clone(), ..LayerBytes::default() };
+    let bytes = floor.bytes();
     let zeros = kind.zero.iter().filter(|z| tuple.dp * tuple.cp > 1 || z.0 == 0);
     let states = zeros.flat_map(|&zero| kind.offload.iter().map(move |&offload| States { zero, offload }));
     let syncs: Vec<_> = states.map(|states| terms.sync(&bytes, states, Home::Together)).collect();
-    let fits = |n: u64, trade: &Trade| {
-        let Some(free) = problem.budget_at(site).checked_sub(scaled(trade.workspace(), floor.part)) else { return false };
-        let way = |sync: &LayerSync, &(frame, time): &(u64, u64)| {
-            (n * (sync.states() + scaled(frame, (in_flight * floor.part.0, floor.part.1))), n * sync.least_time(scaled(time, floor.part)))
-        };
-        let ways: Vec<(u64, u64)> = syncs.iter().flat_map(|sync| trade.corners().iter().map(move |corner| way(sync, corner))).collect();
-        ways.iter().filter(|w| w.0 <= free).any(|&(small, slower)| {
-            ways.iter().filter(|w| w.0 >= small && w.1 <= slower).any(|&(large, quicker)| {
-                // As many layers as fit are the larger way.
-                let (more, saved) = (u128::from(large - small), u128::from(free - small) * u128::from(slower - quicker));
-                if free >= large { quicker < slow } else { u128::from(slower) * more < u128::from(slow) * more + saved }
-            })
+    let way = |sync: &LayerSync, &(frame, time): &(u64, u64)| {
+        (sync.states() + scaled(frame, (in_flight * floor.part.0, floor.part.1)), sync.least_time(scaled(time, floor.part)))
+    };
+    // Room beside the workspace, and the ways of a layer that no mixture of others covers.
+    let rooms = floor.trades.iter().filter_map(|trade| {
+        let free = problem.budget_at(site).checked_sub(scaled(trade.workspace(), floor.part))?;
+        Some((free, lower_hull(syncs.iter().flat_map(|sync| trade.corners().iter().map(move |corner| way(sync, corner))).collect())))
+    });
+    let rooms: Vec<(u64, Vec<(u64, u64)>)> = rooms.collect();
+    let fits = |n: u64, (free, hull): &(u64, Vec<(u64, u64)>)| {
+        let Some(at) = hull.iter().rposition(|w| n * w.0 <= *free) else { return false };
+        let (small, slower) = (n * hull[at].0, n * hull[at].1);
+        // As many layers as fit are the larger way.
+        hull.get(at + 1).map_or(slower < slow, |&(large, quicker)| {
+            let (more, saved) = (u128::from(n * large - small), u128::from(free - small) * u128::from(slower - n * quicker));
+            u128::from(slower) * more < u128::from(slow) * more + saved
         })
     };
-    (1..=problem.layers.len() as u64).take_while(|&n| floor.trades.iter().any(|t| fits(n, t))).last().unwrap_or(0)
+    (1..=problem.layers.len() as u64).take_while(|&n| rooms.iter().any(|room| fits(n, room))).last().unwrap_or(0)
+}
+
+/// Of (bytes, time) those on the lower hull, from least bytes to least time.
+fn lower_hull(mut ways: Vec<(u64, u64)>) -> Vec<(u64, u64)> {
+    ways.sort_unstable();
+    let mut hull: Vec<(u64, u64)> = Vec::new();
+    for way in ways {
+        if hull.last().is_some_and(|last| last.1 <= way.1) {
+            continue;
+        }
+        let above = |a: (u64, u64), b: (u64, u64)| {
+            let fall = |x: (u64, u64), y: (u64, u64)| (u128::from(x.1 - y.1), u128::from(y.0 - x.0));
+            let ((first, run), (whole, all)) = (fall(a, b), fall(a, way));
+            first * all <= whole * run
+        };
+        while hull.len() >= 2 && above(hull[hull.len() - 2], hull[hull.len() - 1]) {
+            hull.pop();
+        }
+        // Of equal bytes the quicker comes first.
+        hull.push(way);
+    }
+    hull
 }
 
 /// The least objective that the priced layers allow; nothing if some layer cannot run.

@@ -59,6 +59,8 @@ impl BucketSize {
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct LayerBytes {
     pub buckets: Vec<BucketSize>,
+    /// Whether its backward pass may read parameters ([`dplan_ir::graph::Graph::reads_parameters_back`]).
+    pub reads_back: bool,
     /// Per micro-batch in flight.
     pub frame: u64,
     /// Per micro-batch between the halves of its backward pass.

@@ -203,8 +203,9 @@ impl Prices for Model<'_> {
             Reference::Same { sequences } => (Shape { micro_batch: sequences, ..shape }, 1),
         };
         let (trades, buckets) = self.sketch(class, reference, recompute);
+        let reads_back = self.blueprints.get(&class).is_none_or(Blueprint::reads_back);
         let share = |b: BucketSize| BucketSize { elems: b.elems / (shape.tp / reference.tp), ..b };
-        Floor { trades, part: (shape.micro_batch, reference.micro_batch * ways), buckets: buckets.into_iter().map(share).collect() }
+        Floor { trades, part: (shape.micro_batch, reference.micro_batch * ways), buckets: buckets.into_iter().map(share).collect(), reads_back }
     }
 
     fn contexts(&self, ranks: u64, least_block: u64) -> Vec<u64> {

@@ -37,7 +37,7 @@
 //! Where states are offloaded, they are copied in and out beside the update, one after another, and with the gather if there is one:
 //! `update ∥ copy` for `update`, `update ∥ (gather(P) + copy)` for `update ∥ gather(P)`. There masters and moments go both ways; parameters come in where they are
 //! masters, and go out; gradients go out cleared when the step begins, come in for the norm and for the update, and both ways where they are summed in between. In passes offloaded
-//! parameters come in beside `f` and `b`, and gradients in and out beside `b`, together with what is gathered and scattered there. Pieces are priced as all of a role.
+//! parameters come in beside `f` and `b`, or `f` alone if no backward pass reads them (`gather(P)` likewise: an embedding's), and gradients in and out beside `b`, together with what is gathered and scattered there. Pieces are priced as all of a role.
 //!
 //! A parted backward pass hides the reduction beside its weight half alone: `w` stands in the place of `b` in `e`. It has ZeRO 0 or 1.
 //!
@@ -187,6 +187,7 @@ pub struct LayerSync {
     zero: Zero,
     every: Sync,
     once: Sync,
+    reads_back: bool,
     states: u64,
     ring: u64,
 }
@@ -231,8 +232,9 @@ impl LayerSync {
     pub fn terms(&self, forward: Nanos, backward: Nanos) -> LayerTerms {
         let (f, b, every) = (forward.0, backward.0, &self.every);
         let (gather, reduce, add) = every.in_passes(self.zero);
-        let forward = beside(f, gather + every.fetch);
-        let backward = beside(b, gather + reduce + every.fetch + every.carry) + add;
+        let comes = gather + every.fetch;
+        let forward = beside(f, comes);
+        let backward = beside(b, if self.reads_back { comes } else { 0 } + reduce + every.carry) + add;
         LayerTerms { forward, time: forward + backward, weight: 0, end: self.end(b), states: self.states, ring: self.ring }
     }
 
@@ -273,7 +275,8 @@ impl LayerSync {
     /// has traffic, as at ZeRO 2, `x ∥ 0 + x' ∥ y` is as little as this when all of the time is that pass's, so no greater bound holds.
     pub fn least_time(&self, passes: u64) -> u64 {
         let (gather, reduce, add) = self.every.in_passes(self.zero);
-        beside(passes, 2 * gather + reduce + 2 * self.every.fetch + self.every.carry) + add
+        let comes = (1 + u64::from(self.reads_back)) * (gather + self.every.fetch);
+        beside(passes, comes + reduce + self.every.carry) + add
     }
 
     /// Bytes of parameters, gradients and optimizer states that are not offloaded.
@@ -287,9 +290,9 @@ impl LayerSync {
         hidden + self.once.gather
     }
 
-    /// Nanoseconds of the optimizer's own work.
+    /// Nanoseconds of the optimizer's own work, sums for trust ratios included.
     pub fn update(&self) -> u64 {
-        self.once.update
+        self.once.update + self.once.trust
     }
 }
 
@@ -307,6 +310,7 @@ impl Terms<'_> {
             zero: states.zero,
             every,
             once,
+            reads_back: bytes.reads_back,
             states: bytes.buckets.iter().filter(counted).map(|b| state_bytes(b, self.mesh, states, self.types)[Space::Device as usize]).sum(),
             ring: 2 * ring_bytes(bytes, self.mesh, states, self.types),
         }
@@ -429,7 +433,7 @@ mod tests {
                 let mut draw = |most: u64| splitmix::next(&mut random) % most;
                 let bucket = |elems: u64, tied: bool| BucketSize { elems, partial: AxisSet::EMPTY, axes: AxisSet::EMPTY, members: 1, tied };
                 let buckets = vec![bucket(1 + draw(1 << (8 + round % 20)), false), bucket(1 + draw(1 << 16), round % 2 == 0)];
-                let layer = LayerBytes { buckets, ..LayerBytes::default() };
+                let layer = LayerBytes { buckets, reads_back: round % 5 > 0, ..LayerBytes::default() };
                 let types = StateTypes { compute: if round % 3 == 0 { DType::F32 } else { DType::Bf16 }, optimizer: Optimizer::AdamW };
                 let terms = Terms { links: &cluster, site: Site::ONLY, mesh: &mesh, types, clip: Clip::GlobalNorm, homes: 2 };
                 for (zero, offload, home) in
@@ -437,7 +441,7 @@ mod tests {
                 {
                     let sync = terms.sync(&layer, States { zero, offload }, home);
                     let (gather, reduce, _) = sync.every.in_passes(zero);
-                    let traffic = 2 * (gather + sync.every.fetch) + reduce + sync.every.carry;
+                    let traffic = (1 + u64::from(layer.reads_back)) * (gather + sync.every.fetch) + reduce + sync.every.carry;
                     // Where the greater of compute and traffic changes, and where roundings show.
                     let passes = [draw(30), traffic / 2 + draw(9), traffic + draw(9), traffic * 3 + draw(1000)][round as usize % 4];
                     let least = sync.least_time(passes);

@@ -4,7 +4,7 @@
 use crate::capacity::Trade;
 use crate::cost::comm;
 use crate::machine::Cluster;
-use crate::memory::BucketSize;
+use crate::memory::{BucketSize, LayerBytes};
 use crate::options::{Halves, LayerOption};
 use crate::placement::{Groups, Seat, Site};
 use crate::space::Tuple;
@@ -66,9 +66,15 @@ pub struct Floor {
     pub part: (u64, u64),
     /// One for each way in which parameters are spread over data axes, tied ones aside.
     pub buckets: Vec<BucketSize>,
+    /// As of every offer.
+    pub reads_back: bool,
 }
 
 impl Floor {
+    /// The least that an offer needs, but for what it keeps.
+    pub fn bytes(&self) -> LayerBytes {
+        LayerBytes { buckets: self.buckets.clone(), reads_back: self.reads_back, ..LayerBytes::default() }
+    }
     /// No offer is quicker, forward and backward.
     pub fn time(&self) -> u64 {
         let quickest = self.trades.iter().map(Trade::quickest).min().unwrap_or(0);

@@ -401,7 +401,11 @@ impl Arena {
         for (pass, position) in forward.clone().map(|p| (0, p)).chain(forward.rev().map(|p| (1, p))) {
             let mut offset = at + turn * (nth % 2);
             let start = offset;
-            let roles: &[Role] = if pass == 0 { &[Role::Param] } else { &[Role::Param, Role::Grad] };
+            let roles: &[Role] = match pass {
+                0 => &[Role::Param],
+                _ if bytes[position].reads_back => &[Role::Param, Role::Grad],
+                _ => &[Role::Grad],
+            };
             for &role in roles {
                 for home in self.layers[position].homes.clone() {
                     let Home { bucket, zero, offload, data, own_param, own_grad, .. } = self.homes[home];

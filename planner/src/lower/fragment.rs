@@ -126,6 +126,7 @@ impl Fragment {
         let scratch: u64 = self.forward.iter().chain(&self.backward).map(|s| align(self.scratch(s, graph, mesh, padded))).sum();
         LayerBytes {
             buckets: self.buckets.iter().map(|b| b.size(graph, mesh, padded)).collect(),
+            reads_back: graph.reads_parameters_back(self.layer),
             frame: sum(Storage::Frame),
             // A cotangent that is handed over waits where the weight half finds it.
             held: sum(Storage::Held) + if self.backward_pass == BackwardPass::Parted { sum(Storage::CotangentIn) } else { 0 },

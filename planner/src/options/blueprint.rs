@@ -108,6 +108,7 @@ pub struct Blueprint {
     pub(super) crossing: Vec<ValueId>,
     /// Dims of its values, ascending.
     pub(super) dims: Vec<DimId>,
+    pub(super) reads_back: bool,
 }
 
 impl Blueprint {
@@ -142,7 +143,7 @@ impl Blueprint {
         slots.iter_mut().filter(|s| s.tied).for_each(|s| s.last = usize::MAX);
         let crossing = [sharder.input(layer), sharder.output(layer)].into_iter().flatten().collect();
         let dims: BTreeSet<DimId> = slots.iter().flat_map(|s| sharder.graph.values[s.value].ty.dims.iter().copied()).collect();
-        Ok(Blueprint { slots, steps, crossing, dims: dims.into_iter().collect() })
+        Ok(Blueprint { slots, steps, crossing, dims: dims.into_iter().collect(), reads_back: sharder.graph.reads_parameters_back(layer) })
     }
 
     pub(super) fn is_tied(&self, param: ParamId) -> bool {

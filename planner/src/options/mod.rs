@@ -180,9 +180,20 @@ impl Blueprint {
             gathered,
             forward: Nanos(cost[FORWARD]),
             backward: Nanos(cost[BACKWARD]),
-            bytes: LayerBytes { buckets: buckets(pricing, &stored, tied), frame: cost[FRAME], held: 0, workspace: cost[WORKSPACE] },
+            bytes: LayerBytes {
+                buckets: buckets(pricing, &stored, tied),
+                reads_back: self.reads_back,
+                frame: cost[FRAME],
+                held: 0,
+                workspace: cost[WORKSPACE],
+            },
         };
         Offer { option, tie: stored.iter().find(|(param, ..)| tied(*param)).map(|(_, sharding, _)| sharding.clone()) }
+    }
+
+    /// Whether the layer's backward pass may read parameters.
+    pub fn reads_back(&self) -> bool {
+        self.reads_back
     }
 
     /// All of a pricing that this layer's options depend on, machine and graph aside: pricings alike in it have the same options.

@@ -202,7 +202,7 @@ impl Prices for Drawn {
                 return Vec::new();
             }
             let (width, size) = (dice.within(100, 1000), dice.within(1, 3000));
-            let mut offers: Vec<Offer> = (0..dice.within(1, most)).map(|_| offer(&mut dice, shape, width, size, tied)).collect();
+            let mut offers: Vec<Offer> = (0..dice.within(1, most)).map(|_| offer(&mut dice, shape, width, size, tied, reads_back(class))).collect();
             if shape.site != Site::ONLY {
                 // Other devices: each way takes its own part of time and frame.
                 let mut dice = Dice(dice.0 ^ shape.site.index() as u64);
@@ -255,7 +255,7 @@ impl Prices for Drawn {
         let allowed = || offers.iter().flat_map(|o| o.iter()).map(|o| &o.option).filter(|o| recompute.contains(&o.recompute));
         let tp = Mesh::of(Degrees { dp: shape.ep, ep: shape.ep, cp: shape.cp, tp: shape.tp }).tp();
         let ways = allowed().map(|o| Way { time: o.time().0, frame: o.bytes.frame, workspace: o.bytes.workspace });
-        Floor { trades: trades(ways).into(), part, buckets: least_buckets(allowed(), tp) }
+        Floor { trades: trades(ways).into(), part, buckets: least_buckets(allowed(), tp), reads_back: reads_back(class) }
     }
     fn boundary_bytes(&mut self, layer: u32, shape: Shape) -> u64 {
         (200 + 100 * (u64::from(layer) % 2)) * shape.micro_batch
@@ -268,7 +268,12 @@ impl Prices for Drawn {
     }
 }
 
-fn offer(dice: &mut Dice, shape: Shape, width: u64, size: u64, tied: bool) -> Offer {
+/// As of an embedding, no backward pass of every third kind reads parameters.
+fn reads_back(class: u32) -> bool {
+    class % 3 > 0
+}
+
+fn offer(dice: &mut Dice, shape: Shape, width: u64, size: u64, tied: bool, reads_back: bool) -> Offer {
     let mesh = Mesh::of(Degrees { dp: shape.ep, ep: shape.ep, cp: shape.cp, tp: shape.tp });
     let first: AxisSet = mesh.tp().iter().take(1).collect();
     let partial = if dice.one_in(3) { first } else { AxisSet::EMPTY };
@@ -295,7 +300,7 @@ fn offer(dice: &mut Dice, shape: Shape, width: u64, size: u64, tied: bool) -> Of
         gathered: Gathered::Keep,
         forward: Nanos(forward),
         backward: Nanos(backward),
-        bytes: LayerBytes { buckets, frame, held: 0, workspace: dice.within(0, 3000) * shape.micro_batch },
+        bytes: LayerBytes { buckets, reads_back, frame, held: 0, workspace: dice.within(0, 3000) * shape.micro_batch },
     };
     Offer { option, tie: tied.then(|| Sharding::of_dims(vec![cut])) }
 }

@@ -223,9 +223,11 @@ impl Setting<'_> {
             0 => (0, 0, overlapped(beside, reduce_end + rest_end) - beside + overlapped(update, moved)),
             1 => (0, 0, overlapped(beside, reduce_end + rest_end) - beside + overlapped(update, gather_end + moved)),
             2 => (0, scatter, rest_end + overlapped(update, gather_end + moved)),
-            _ => (gather, gather + scatter, rest_end + overlapped(update, moved)),
+            _ => (gather, scatter, rest_end + overlapped(update, moved)),
         };
-        let (f, b) = (overlapped(f, forth + comes), overlapped(input, back + comes + goes) + if zero >= 2 { add } else { 0 });
+        // A backward pass that reads no parameters has none brought.
+        let again = if offer.option.bytes.reads_back { forth + comes } else { 0 };
+        let (f, b) = (overlapped(f, forth + comes), overlapped(input, again + back + goes) + if zero >= 2 { add } else { 0 });
         Times { f, b, w, end: end + late + trust }
     }
 }

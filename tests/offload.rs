@@ -135,7 +135,8 @@ fn where_nothing_fits_or_all_that_fits_is_slow_states_are_offloaded() {
     let taken = with(limit, "").unwrap().prediction.memory.iter().map(|m| m.arena.host).max().unwrap();
     for (host, store) in [(None, Store::Cpu), (Some(taken), Store::Cpu), (Some(taken - 1), Store::Nvme), (Some(0), Store::Nvme)] {
         let answer = on(limit, host, "").unwrap();
-        assert!(offloads(&answer) && answer.statistics.proved);
+        // Where hosts have a little too little, what else they have enough for is not looked for.
+        assert!(offloads(&answer) && answer.statistics.proved == (host != Some(taken - 1)), "{host:?} {:?}", answer.statistics);
         assert!(answer.file.plan.options.iter().all(|o| o.offload.store().is_none_or(|s| s == store)), "{host:?}");
         let ((losses, _), memory) = train(&answer.file);
         assert!(memory.iter().all(|m| m.arena_bytes <= limit && m.host_bytes <= host.unwrap_or(u64::MAX)));

@@ -103,7 +103,7 @@ impl Offload {
         }
     }
     pub fn from_name(name: &str) -> Option<Offload> {
-        Offload::ALL.into_iter().find(|o| Some(o.name()) == Some(name.strip_suffix(":cpu").unwrap_or(name)))
+        Offload::ALL.into_iter().find(|o| o.name() == name)
     }
     /// Where it leads to, if anywhere.
     pub fn store(self) -> Option<Store> {

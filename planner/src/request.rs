@@ -180,14 +180,8 @@ impl<'a> Planner<'a> {
             None => outcome.statistics.proved && !self.problem.pins.offload.is_pinned(),
             Some(found) => self.problem.pins == Pins::default() && self.offloaded_is_quicker(found.solution.objective, &late),
         };
-        if asks {
-            for &store in self.stores() {
-                self.offload(store);
-                outcome = self.explore(solver, &late)?;
-                if !outcome.best.as_ref().is_some_and(|found| self.is_too_much_for_the_host(found)) {
-                    break;
-                }
-            }
+        if asks && !late() {
+            outcome = self.widened(outcome, solver, &late)?;
         }
         match outcome.best {
             Some(found) => {
@@ -205,6 +199,29 @@ impl<'a> Planner<'a> {
             Solver::Exact => explore(&self.problem, &mut self.prices, late),
             Solver::Ilp => integer::explore(&self.problem, &mut self.prices, late)?,
         })
+    }
+
+    /// The best plan if states may be offloaded too, or the one at hand if that is better. Where hosts have too little for the best plan, others that they have enough
+    /// for are not looked for, so that what goes to files is not proved the best.
+    fn widened(&mut self, without: Outcome, solver: Solver, late: &dyn Fn() -> bool) -> Result<Outcome, SolverFault> {
+        let narrow = self.problem.clone();
+        let (mut outcome, mut beyond) = (without.clone(), None);
+        for &store in self.stores() {
+            self.offload(store);
+            outcome = self.explore(solver, late)?;
+            if !outcome.best.as_ref().is_some_and(|found| self.is_too_much_for_the_host(found)) {
+                break;
+            }
+            beyond = Some(outcome.statistics.lower_bound);
+        }
+        let objective = |of: &Outcome| of.best.as_ref().map_or(u64::MAX, |found| found.solution.objective);
+        if objective(&without) <= objective(&outcome) && without.best.is_some() {
+            (outcome, self.problem) = (without, narrow);
+        }
+        if let (Some(beyond), true) = (beyond, outcome.best.is_some()) {
+            outcome.statistics = outcome.statistics.above(beyond, objective(&outcome));
+        }
+        Ok(outcome)
     }
 
     fn offloaded_is_quicker(&mut self, than: u64, late: &dyn Fn() -> bool) -> bool {

@@ -60,6 +60,15 @@ pub struct Statistics {
     pub proved: bool,
 }
 
+impl Statistics {
+    /// The same if plans outside the space may be as quick as `beyond`.
+    pub fn above(self, beyond: u64, objective: u64) -> Statistics {
+        let lower_bound = self.lower_bound.min(beyond);
+        let gap = objective.saturating_sub(lower_bound) as f64 / objective.max(1) as f64;
+        Statistics { lower_bound, gap, proved: self.proved && lower_bound >= objective, ..self }
+    }
+}
+
 /// A plan in terms of menus.
 #[derive(Clone, Debug)]
 pub struct Found {

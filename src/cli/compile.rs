@@ -13,7 +13,7 @@ use clap::ValueEnum;
 use dplan_ir::dtype::DType;
 use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::Optimizer;
-use dplan_ir::plan::Clip;
+use dplan_ir::plan::{Clip, Offload};
 use dplan_planner::machine::{Cluster, Machine};
 use dplan_planner::pins::Pins;
 use dplan_planner::request::{Refusal, Solver};
@@ -96,6 +96,22 @@ enum SolverName {
     Ilp,
 }
 
+/// What is to be said of a plan that offloads.
+fn of_hosts(compiled: &Compiled, limit: Option<Bytes>) -> Vec<String> {
+    let taken = Bytes(compiled.prediction.memory.iter().map(|m| m.arena.host).max().unwrap_or(0));
+    let mut notes = Vec::new();
+    if let Some(limit) = limit.filter(|limit| taken > *limit) {
+        notes.push(format!("offloading is pinned, and {taken} a device are in the host's memory, of which there is to be {limit}"));
+    }
+    let offloads = compiled.file.plan.options.iter().any(|o| o.offload != Offload::None);
+    if offloads && compiled.file.cluster.groups().iter().any(|machine| machine.device.name != "cpu") {
+        notes.push(format!(
+            "states are offloaded ({taken} a device to the host's memory), which ranks on GPUs do not do yet; --pin offload=none leaves it out"
+        ));
+    }
+    notes
+}
+
 pub fn run(args: Args) -> Result<Outcome> {
     let begin = Instant::now();
     if let Some(path) = &args.output {
@@ -146,6 +162,7 @@ pub fn run(args: Args) -> Result<Outcome> {
         Err(error) => return failed(&args, error),
     };
     let took = begin.elapsed().as_secs_f64();
+    notes.extend(of_hosts(&compiled, args.host_limit.map(Bytes)));
     // Before anything is written: a command that fails leaves no plan.
     let elsewhere = match elsewhere(&args, &model.graph, &options) {
         Ok(elsewhere) => elsewhere,

@@ -195,8 +195,8 @@ pub fn cpu(ranks: u64) -> Machine {
         // A rank is a thread: nothing but its arena counts.
         context: Bytes::ZERO,
     };
-    // Allowance, set low as the others: a disk that many share, such as those of virtual machines.
-    let nvme = Link { latency: Nanos(100_000), bandwidth: PerSecond(400_000_000) };
+    // Allowance, set low as the others: one disk that all ranks share, such as those of virtual machines.
+    let nvme = Link { latency: Nanos(100_000), bandwidth: PerSecond(400_000_000 / ranks.max(1)) };
     // Ranks have the memory of the host already.
     let host_memory = Some(Bytes::ZERO);
     Machine { device, per_node: ranks, nodes: 1, intra: copy, inter: copy, host: copy, nvme, host_memory, curves: Arc::default() }

@@ -270,7 +270,7 @@ impl Prices for Drawn {
 
 /// As of an embedding, no backward pass of every third kind reads parameters.
 fn reads_back(class: u32) -> bool {
-    class % 3 > 0
+    !class.is_multiple_of(3)
 }
 
 fn offer(dice: &mut Dice, shape: Shape, width: u64, size: u64, tied: bool, reads_back: bool) -> Offer {

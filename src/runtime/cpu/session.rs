@@ -419,7 +419,10 @@ impl Drop for Session {
         }
         self.shared.world.porters.iter().flatten().for_each(Porter::quit);
         for porter in self.porters.drain(..) {
-            let _ = porter.join();
+            // Nor is a disk that does not answer waited for.
+            if porter.is_finished() || self.shared.lock().running == 0 {
+                let _ = porter.join();
+            }
         }
     }
 }

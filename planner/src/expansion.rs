@@ -4,11 +4,12 @@
 //! another of as many layers is no worse in any, if it cannot fit, or if its plan cannot beat the incumbent.
 
 use crate::objective::StageTime;
-use crate::stage::{Group, Item, Load, Outlook, Point, Shelf};
+use crate::outlook::{Outlook, Slope};
+use crate::stage::{Group, Item, Load, Point, Shelf};
 use std::rc::Rc;
 
-/// Most labels that one front may take; beyond it the front is incomplete, and says so.
-const MOST_LABELS: usize = 50_000;
+/// Most labels at once; of more only the most promising are followed, and the front says that it is not complete.
+const MOST_AT_ONCE: usize = 50_000;
 
 /// The exact search under one bound on workspace and ring.
 pub(crate) struct Expansion<'a> {
@@ -23,8 +24,9 @@ pub(crate) struct Expansion<'a> {
     /// The same of all layers of the groups behind each.
     behind: Vec<Rest>,
     free: u64,
+    slope: Slope,
+    /// What bytes are worth, in the slope's cost.
     price: (u64, u64),
-    repeats: u64,
     outlook: &'a Outlook,
     /// The priced cost from which no plan is wanted.
     lost: u128,
@@ -65,8 +67,8 @@ impl Rest {
 }
 
 impl<'a> Expansion<'a> {
-    pub fn new(bag: &'a [Group], shelves: &[Rc<Shelf>], free: u64, price: (u64, u64), repeats: u64, outlook: &'a Outlook) -> Expansion<'a> {
-        let priced = |l: &Load| u128::from(repeats * l.time + l.end) * u128::from(price.1) + u128::from(l.bytes) * u128::from(price.0);
+    pub fn new(bag: &'a [Group], shelves: &[Rc<Shelf>], free: u64, slope: Slope, price: (u64, u64), outlook: &'a Outlook) -> Expansion<'a> {
+        let priced = |l: &Load| u128::from(slope.cost(l.time, l.end)) * u128::from(price.1) + u128::from(l.bytes) * u128::from(price.0);
         let items: Vec<Vec<Item>> = shelves
             .iter()
             .map(|shelf| {
@@ -90,15 +92,14 @@ impl<'a> Expansion<'a> {
         for at in (1..bag.len()).rev() {
             behind[at - 1] = behind[at].with(bag[at].count as u64, &least[at][0], &most[at][0], cheapest[at]);
         }
-        // A priced cost of `joint · price + worth` is a joint time of `joint`, rounded up.
-        let wanted = outlook.cut.saturating_sub(outlook.others + outlook.constant);
+        // A priced cost of `cost · price + worth` is a cost of `cost`, rounded up.
         let worth = u128::from(free) * u128::from(price.0);
-        let lost = wanted.checked_sub(1).map_or(0, |last| worth + u128::from(last) * u128::from(price.1) + 1);
-        Expansion { bag, items, least, most, cheapest, behind, free, price, repeats, outlook, lost }
+        let lost = slope.limit.checked_sub(1).map_or(0, |last| worth + last * u128::from(price.1) + 1);
+        Expansion { bag, items, least, most, cheapest, behind, free, slope, price, outlook, lost }
     }
 
-    /// Adds all points; whether none that is wanted was left out.
-    pub fn run(&self, border: StageTime, points: &mut Vec<Point>) -> bool {
+    /// Adds all points that are wanted, if it gets by with so many labels; whether it does.
+    pub fn run(&self, border: StageTime, points: &mut Vec<Point>, most: &mut usize) -> bool {
         let mut trail: Vec<Decision> = Vec::new();
         let mut complete = true;
         let mut labels = vec![Label { time: border.time, end: border.end, bytes: 0, trail: ROOT }];
@@ -128,6 +129,10 @@ impl<'a> Expansion<'a> {
                                 trail.push(Decision { before: label.trail, group: at, choice, count });
                                 new.trail = trail.len() as u32 - 1;
                             }
+                            if *most == 0 {
+                                return false;
+                            }
+                            *most -= 1;
                             next[used + count].push(new);
                         }
                     }
@@ -175,16 +180,16 @@ impl<'a> Expansion<'a> {
 
     /// Of the layers decided so far, at the price.
     fn cost(&self, label: &Label) -> u128 {
-        u128::from(self.repeats * label.time + label.end) * u128::from(self.price.1) + u128::from(label.bytes) * u128::from(self.price.0)
+        u128::from(self.slope.cost(label.time, label.end)) * u128::from(self.price.1) + u128::from(label.bytes) * u128::from(self.price.0)
     }
 
     /// Keeps the most promising labels if there are too many; whether all were kept.
     fn limit(&self, by_count: &mut [Vec<Label>]) -> bool {
         let all: usize = by_count.iter().map(Vec::len).sum();
-        if all <= MOST_LABELS {
+        if all <= MOST_AT_ONCE {
             return true;
         }
-        let share = MOST_LABELS / by_count.len() / 2;
+        let share = MOST_AT_ONCE / by_count.len() / 2;
         for labels in by_count.iter_mut().filter(|l| l.len() > share) {
             labels.sort_by_key(|l| (self.cost(l), *l));
             labels.truncate(share.max(1));

@@ -18,6 +18,7 @@ pub mod menu;
 pub mod model;
 pub mod objective;
 pub mod options;
+pub mod outlook;
 pub mod padding;
 pub mod pins;
 pub mod placement;

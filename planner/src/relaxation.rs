@@ -1,7 +1,6 @@
 //! The linear relaxation of a stage's knapsack: the least cost of a bag in so many bytes, if layers could be split between choices.
 
-use crate::stage::{Group, Item, Load, Shelf};
-use std::rc::Rc;
+use crate::stage::{Group, Item, Load};
 
 /// The lower convex hull of (bytes, cost), from least bytes to least cost, with the choice at each corner.
 pub(crate) type Hull = Vec<(u64, u64, u32)>;
@@ -40,8 +39,7 @@ pub(crate) fn corners(mut points: Hull) -> Hull {
 }
 
 /// The least cost of a bag in so many bytes when layers may be split: from least bytes, the best bargains first.
-pub(crate) fn lp(bag: &[Group], shelves: &[Rc<Shelf>], of: fn(&Shelf) -> &Hull, room: u64) -> Option<Lp> {
-    let hulls: Vec<&Hull> = shelves.iter().map(|s| of(s)).collect();
+pub(crate) fn lp(bag: &[Group], hulls: &[&Hull], room: u64) -> Option<Lp> {
     let count = |g: usize| bag[g].count as u64;
     let mut free = (0..bag.len()).try_fold(room, |free, g| free.checked_sub(count(g) * hulls[g][0].0))?;
     let mut value: u64 = (0..bag.len()).map(|g| count(g) * hulls[g][0].1).sum();

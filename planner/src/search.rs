@@ -2,7 +2,8 @@
 //! was evaluated, on the same objective.
 //!
 //! A tuple is bounded step by step, each bound dearer and closer than the one before ([`Level`]): without pricing its layers, by its menus, and by the linear relaxation of its stages,
-//! whose rounding is a plan that lowers the incumbent. Its exact solution is asked for last, and only below the incumbent. Pipelines that run all forward passes
+//! whose rounding is a plan that lowers the incumbent. Exact searches come last, below values between the bound and the incumbent if they have to ([`Effort`]): where such a
+//! search finds nothing, that value is the tuple's next bound. Pipelines that run all forward passes
 //! first (`gpipe`) cost the same as their one-forward-one-backward twin under the objective and need no less memory, so they are closed with it.
 
 use crate::bound;
@@ -10,7 +11,7 @@ use crate::menu::Menus;
 use crate::prices::{Prices, Reference};
 use crate::problem::Problem;
 use crate::space::{Tuple, least_common_multiple, tuples};
-use crate::stages::{Solution, Solved, Stages};
+use crate::stages::{Solution, Stages};
 use dplan_ir::plan::Schedule;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
@@ -110,8 +111,35 @@ enum Level {
     Own,
     /// By its menus.
     Priced,
-    /// By the relaxation of its stages.
-    Relaxed,
+    /// By the relaxation of its stages, and by exact searches so far.
+    Solved(Effort),
+}
+
+/// What the next exact search of a tuple tries: all that is below some part, a power of a half, of the way from its bound to the incumbent. Where labels run out it
+/// takes a shorter step with more of them; near the bound few plans are hopeful.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
+struct Effort {
+    shift: u32,
+    /// How often labels ran out.
+    failed: u32,
+}
+
+impl Effort {
+    const MOST_FAILED: u32 = 4;
+
+    fn labels(self) -> usize {
+        10_000 << (3 * self.failed)
+    }
+    fn cut(self, bound: u64, objective: u64) -> u64 {
+        bound + (objective.saturating_sub(bound) >> self.shift).max(1)
+    }
+    fn after_success(self) -> Effort {
+        Effort { shift: self.shift.saturating_sub(1), ..self }
+    }
+    /// Nothing if it is time to give up.
+    fn after_failure(self) -> Option<Effort> {
+        (self.failed < Effort::MOST_FAILED).then_some(Effort { shift: self.shift + 2, failed: self.failed + 1 })
+    }
 }
 
 /// Finds the best plan of all tuples that the pins allow. `late` says that time is up.
@@ -185,24 +213,39 @@ pub fn explore_below(problem: &Problem, prices: &mut dyn Prices, cut: u64, late:
                         best = Some((at, Found { menus, solution }));
                     }
                 }
-                go_on((least, Level::Relaxed, at));
+                go_on((least, Level::Solved(Effort::default()), at));
             }
-            Level::Relaxed => {
+            Level::Solved(effort) => {
+                let (mut least, mut complete) = (NEVER, true);
                 for (priced, menus) in price(problem, prices, space[at], 0) {
                     if priced >= objective {
                         break;
                     }
-                    let solved = best_below(problem, &menus, bound, objective);
-                    if let Some(solution) = solved.best {
-                        objective = solution.objective;
+                    let stages = Stages::new(&menus, &problem.layers, problem.budget);
+                    let mut found = if effort == Effort::default() { nearly_best(&stages, bound, objective) } else { None };
+                    objective = found.as_ref().map_or(objective, |solution| solution.objective);
+                    if objective < NEVER {
+                        let below = stages.solve(effort.cut(bound, objective), effort.labels());
+                        least = least.min(below.bound);
+                        complete &= below.complete;
+                        objective = below.best.as_ref().map_or(objective, |solution| solution.objective);
+                        found = below.best.or(found);
+                    }
+                    if let Some(solution) = found {
                         best = Some((at, Found { menus, solution }));
                     }
-                    if solved.bound < objective {
-                        // The exact pass gave up: an honest gap.
-                        open.push((solved.bound.max(bound), at));
+                }
+                least = least.max(bound);
+                let next = if complete { Some(effort.after_success()) } else { effort.after_failure() };
+                match next {
+                    Some(next) if least < objective => go_on((least, Level::Solved(next), at)),
+                    Some(_) => how[at] = Some(How::Nothing(objective)),
+                    None => {
+                        // An honest gap.
+                        open.push((least, at));
+                        how[at] = Some(How::Nothing(objective));
                     }
                 }
-                how[at] = Some(How::Nothing(objective));
             }
         }
     }
@@ -219,7 +262,7 @@ pub fn explore_below(problem: &Problem, prices: &mut dyn Prices, cut: u64, late:
             Level::Quick | Level::Rank => How::Floor(bound),
             Level::Whole | Level::Same | Level::Own => How::Trend(bound),
             Level::Priced => How::Bound(bound),
-            Level::Relaxed => How::Nothing(objective),
+            Level::Solved(_) => How::Nothing(objective),
         });
     }
     if let Some((at, _)) = best
@@ -253,15 +296,11 @@ pub fn trend_batches<'a>(space: impl IntoIterator<Item = &'a Tuple>) -> BTreeMap
     batches
 }
 
-/// The best plan with these menus that is below `cut`.
-fn best_below(problem: &Problem, menus: &Menus, bound: u64, cut: u64) -> Solved {
-    let stages = Stages::new(menus, &problem.layers, problem.budget);
-    if cut < NEVER {
-        return stages.solve(cut);
+/// A plan below the incumbent that relaxation and rounding find. Without an incumbent any plan that fits is better than none.
+fn nearly_best(stages: &Stages<'_>, bound: u64, objective: u64) -> Option<Solution> {
+    if objective < NEVER {
+        return stages.rounded(objective).best;
     }
-    // Without an incumbent everything is hopeful: some plan comes first.
-    let cuts = (1..4).map(|shift| bound.saturating_mul(1 << shift).min(NEVER)).chain([NEVER]);
-    let Some(first) = cuts.map(|cut| stages.rounded(cut)).find_map(|rounded| rounded.best) else { return stages.solve(NEVER) };
-    let below = stages.solve(first.objective);
-    Solved { bound: below.bound.min(first.objective), best: below.best.or(Some(first)) }
+    let mut cuts = (1..4).map(|shift| bound.saturating_mul(1 << shift).min(NEVER)).chain([NEVER]);
+    cuts.find_map(|cut| stages.rounded(cut).best)
 }

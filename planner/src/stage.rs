@@ -13,6 +13,7 @@
 use crate::expansion::{Expansion, Staircase};
 use crate::menu::Choice;
 use crate::objective::{Home, StageTime};
+use crate::outlook::{Outlook, Slope, Weights};
 use crate::relaxation::{Hull, Lp, hull, lp};
 use dplan_ir::pipeline::Slots;
 use std::cell::RefCell;
@@ -31,31 +32,6 @@ pub struct Group {
 impl Group {
     fn place(&self) -> Place {
         (self.row, self.home, self.slots)
-    }
-}
-
-/// What is known about the rest of the plan while a stage is solved.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub struct Outlook {
-    /// Only plans below this objective are wanted.
-    pub cut: u64,
-    /// How often the slowest stage counts.
-    pub repeats: u64,
-    /// The least that the other stages take together, the slowest of them, and their longest end of step.
-    pub others: u64,
-    pub slowest: u64,
-    pub end: u64,
-    pub constant: u64,
-}
-
-impl Outlook {
-    /// No plan with a stage that takes at least this much is better. `joint` bounds `n · time + end` from below.
-    pub fn bound(&self, time: u64, end: u64, joint: u64) -> u64 {
-        let apart = time + (self.repeats - 1) * time.max(self.slowest) + end.max(self.end);
-        self.others + self.constant + apart.max(joint)
-    }
-    pub fn hopeful(&self, time: u64, end: u64, joint: u64) -> bool {
-        self.bound(time, end, joint) < self.cut
     }
 }
 
@@ -82,6 +58,16 @@ pub struct Relaxed {
     pub end: u64,
     /// On `n · time + end`.
     pub joint: u64,
+    /// The ring and the workspace under which it is least.
+    pub within: (u64, u64),
+}
+
+impl Relaxed {
+    /// The lesser of each.
+    fn least(self, other: Relaxed) -> Relaxed {
+        let joint = if other.joint < self.joint { other } else { self };
+        Relaxed { time: self.time.min(other.time), end: self.end.min(other.end), ..joint }
+    }
 }
 
 /// Times and bytes of a choice.
@@ -150,14 +136,6 @@ impl Shelf {
     }
 }
 
-/// Which bounds on the workspace are tried.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Workspaces {
-    All,
-    /// The least, and what would be used if it were free.
-    Likely,
-}
-
 impl<'a> Store<'a> {
     pub fn new(menus: &'a [Vec<Choice>], repeats: u64) -> Store<'a> {
         Store { menus, repeats, items: RefCell::default(), shelves: RefCell::default() }
@@ -166,52 +144,61 @@ impl<'a> Store<'a> {
     /// Bounds on every way of running a bag in so much room; nothing if there is none.
     pub fn relaxed(&self, bag: &[Group], room: u64) -> Option<Relaxed> {
         let mut best: Option<Relaxed> = None;
-        let mut before = 0;
+        let (mut rings_before, mut before) = (0, 0);
         let all = self.shelves(bag, u64::MAX, u64::MAX)?;
+        let workspaces = self.values(bag, |l| l.workspace);
         for ring in self.values(bag, |l| l.ring) {
-            if let Some(best) = &mut best {
-                let Some(widest) = beside(bag, &all, room, ring) else { break };
-                if widest.time >= best.time && widest.joint >= best.joint {
-                    best.end = best.end.min(widest.end);
-                    break;
-                }
+            if !may_improve(&mut best, beside(bag, &all, room, (ring, least_workspace(&all)))) {
+                break;
             }
             let Some(shelves) = self.shelves(bag, ring, u64::MAX) else { continue };
-            let allowed: usize = shelves.iter().map(|s| s.allowed).sum();
-            if allowed == std::mem::replace(&mut before, allowed) {
+            if !news(&shelves, &mut rings_before) {
                 continue;
             }
-            let workspace = shelves.iter().map(|s| s.least.workspace).max().unwrap_or(0);
-            let Some(free) = room.checked_sub(ring.saturating_add(workspace)) else { continue };
-            let (Some(time), Some(joint)) = (lp(bag, &shelves, |s| &s.time, free), lp(bag, &shelves, |s| &s.joint, free)) else { continue };
-            let end = bag.iter().zip(&shelves).map(|(g, s)| g.count as u64 * s.least.end).sum();
-            let here = Relaxed { time: time.value, end, joint: joint.value };
-            best = Some(best.map_or(here, |b| Relaxed { time: b.time.min(here.time), end: b.end.min(here.end), joint: b.joint.min(here.joint) }));
+            let least = least_workspace(&shelves);
+            let mut within = |best: &mut Option<Relaxed>, workspace: u64| {
+                if let Some(narrow) = self.shelves(bag, ring, workspace)
+                    && news(&narrow, &mut before)
+                    && let Some(here) = beside(bag, &narrow, room, (ring, workspace))
+                {
+                    *best = Some(best.map_or(here, |b| b.least(here)));
+                }
+            };
+            // What would be used if it were free is often the best.
+            if let Some(loose) = room.checked_sub(ring.saturating_add(least)).and_then(|free| lp(bag, &joint(&shelves), free)) {
+                within(&mut best, used_workspace(&shelves, &loose));
+            }
+            for &workspace in workspaces.iter().filter(|&&w| w >= least) {
+                if !may_improve(&mut best, beside(bag, &shelves, room, (ring, workspace))) {
+                    break;
+                }
+                within(&mut best, workspace);
+            }
         }
         best
     }
 
-    /// Ways of running a bag that fit and are nearly the best, `border` included in their times.
-    pub fn rounded(&self, bag: &[Group], room: u64, border: StageTime, outlook: &Outlook) -> Vec<Point> {
+    /// Ways of running a bag that fit and are nearly the best, `border` included in their times. There is one wherever `relaxed` is known.
+    pub fn rounded(&self, bag: &[Group], room: u64, border: StageTime, outlook: &Outlook, relaxed: &Relaxed) -> Vec<Point> {
         if let [group @ Group { count: 1, .. }] = bag {
             return self.single(group.place(), room, border, outlook);
         }
-        let mut points = Vec::new();
-        self.each_bound(bag, room, border, outlook, Workspaces::Likely, |shelves, free, lp| {
-            let mut chosen: Vec<(usize, Item, usize)> = Vec::new();
-            for (at, (corners, shelf)) in lp.corners.iter().zip(shelves).enumerate() {
-                for &(corner, count) in corners.iter().filter(|c| c.1 > 0) {
-                    let choice = shelf.joint[corner].2;
-                    chosen.push((at, (shelf.load(choice), choice), count));
-                }
+        let (ring, workspace) = relaxed.within;
+        let Some(shelves) = self.shelves(bag, ring, workspace) else { return Vec::new() };
+        let free = room.saturating_sub(ring.saturating_add(workspace));
+        let Some(lp) = lp(bag, &joint(&shelves), free) else { return Vec::new() };
+        let mut chosen: Vec<(usize, Item, usize)> = Vec::new();
+        for (at, (corners, shelf)) in lp.corners.iter().zip(&shelves).enumerate() {
+            for &(corner, count) in corners.iter().filter(|c| c.1 > 0) {
+                let choice = shelf.joint[corner].2;
+                chosen.push((at, (shelf.load(choice), choice), count));
             }
-            self.fill(&mut chosen, shelves, free);
-            let sum = |of: fn(&Load) -> u64| chosen.iter().map(|(_, (load, _), count)| *count as u64 * of(load)).sum::<u64>();
-            let StageTime { time, end } = StageTime { time: sum(|l| l.time), end: sum(|l| l.end) } + border;
-            let counts: Vec<(usize, u32, usize)> = chosen.iter().map(|&(at, (_, choice), count)| (at, choice, count)).collect();
-            points.push(Point { time, end, counts: counts.into() });
-        });
-        pareto(points)
+        }
+        self.fill(&mut chosen, &shelves, free);
+        let sum = |of: fn(&Load) -> u64| chosen.iter().map(|(_, (load, _), count)| *count as u64 * of(load)).sum::<u64>();
+        let StageTime { time, end } = StageTime { time: sum(|l| l.time), end: sum(|l| l.end) } + border;
+        let counts: Vec<(usize, u32, usize)> = chosen.iter().map(|&(at, (_, choice), count)| (at, choice, count)).collect();
+        vec![Point { time, end, counts: counts.into() }]
     }
 
     /// Spends the bytes that rounding left: one layer after another takes the choice that saves most and still fits.
@@ -240,15 +227,16 @@ impl<'a> Store<'a> {
         }
     }
 
-    /// The Pareto set of a bag, `border` included in every time, as far as it can be part of a wanted plan.
-    pub fn front(&self, bag: &[Group], room: u64, border: StageTime, outlook: &Outlook) -> Front {
+    /// The Pareto set of a bag, `border` included in every time, as far as it can be part of a wanted plan. It takes of `labels`, and is not complete if they run out.
+    pub fn front(&self, bag: &[Group], room: u64, border: StageTime, outlook: &Outlook, labels: &mut usize) -> Front {
         if let [group @ Group { count: 1, .. }] = bag {
             return Front { points: self.single(group.place(), room, border, outlook), complete: true };
         }
         let mut front = Front { points: Vec::new(), complete: true };
-        self.each_bound(bag, room, border, outlook, Workspaces::All, |shelves, free, lp| {
-            let expansion = Expansion::new(bag, shelves, free, lp.price, self.repeats, outlook);
-            front.complete &= expansion.run(border, &mut front.points);
+        self.each_bound(bag, room, border, outlook, |shelves, free| {
+            let Some((slope, price)) = steepest(bag, shelves, free, border, outlook) else { return };
+            let expansion = Expansion::new(bag, shelves, free, slope, price, outlook);
+            front.complete &= expansion.run(border, &mut front.points, labels);
         });
         front.points = pareto(front.points);
         front
@@ -265,27 +253,13 @@ impl<'a> Store<'a> {
     }
 
     /// Calls `visit` with every bound on workspace and ring under which the bag could be part of a wanted plan.
-    #[allow(clippy::too_many_arguments)]
-    fn each_bound(
-        &self,
-        bag: &[Group],
-        room: u64,
-        border: StageTime,
-        outlook: &Outlook,
-        which: Workspaces,
-        mut visit: impl FnMut(&[Rc<Shelf>], u64, &Lp),
-    ) {
+    fn each_bound(&self, bag: &[Group], room: u64, border: StageTime, outlook: &Outlook, mut visit: impl FnMut(&[Rc<Shelf>], u64)) {
         let hopeful = |shelves: &[Rc<Shelf>], ring: u64, workspace: u64| {
             let free = room.checked_sub(ring.saturating_add(workspace))?;
-            let joint = lp(bag, shelves, |s| &s.joint, free)?;
+            let joint = lp(bag, &joint(shelves), free)?;
             let sum = |of: fn(&Load) -> u64| bag.iter().zip(shelves).map(|(g, s)| g.count as u64 * of(&s.least)).sum::<u64>();
             let StageTime { time, end } = StageTime { time: sum(|l| l.time), end: sum(|l| l.end) } + border;
-            outlook.hopeful(time, end, joint.value + self.repeats * border.time + border.end).then_some((free, joint))
-        };
-        // Wider bounds that allow nothing new are no other bounds.
-        let news = |shelves: &[Rc<Shelf>], before: &mut usize| {
-            let allowed = shelves.iter().map(|s| s.allowed).sum();
-            allowed != std::mem::replace(before, allowed)
+            outlook.hopeful(time, end, joint.value + self.repeats * border.time + border.end).then_some(free)
         };
         let workspaces = self.values(bag, |l| l.workspace);
         let mut rings_before = 0;
@@ -293,34 +267,25 @@ impl<'a> Store<'a> {
         let mut visited: Vec<(Vec<Rc<Shelf>>, u64)> = Vec::new();
         let Some(all) = self.shelves(bag, u64::MAX, u64::MAX) else { return };
         for ring in self.values(bag, |l| l.ring) {
-            let Some(Relaxed { time, end, joint }) = beside(bag, &all, room, ring) else { break };
+            let Some(Relaxed { time, end, joint, .. }) = beside(bag, &all, room, (ring, least_workspace(&all))) else { break };
             if !outlook.hopeful(time + border.time, end + border.end, joint + self.repeats * border.time + border.end) {
                 break;
             }
             let Some(shelves) = self.shelves(bag, ring, u64::MAX) else { continue };
-            let least = shelves.iter().map(|s| s.least.workspace).max().unwrap_or(0);
-            if !news(&shelves, &mut rings_before) {
+            let least = least_workspace(&shelves);
+            if !news(&shelves, &mut rings_before) || hopeful(&shelves, ring, least).is_none() {
                 continue;
             }
-            let Some((_, loose)) = hopeful(&shelves, ring, least) else { continue };
-            // What the relaxation would use if workspace were free.
-            let used = loose
-                .corners
-                .iter()
-                .zip(&shelves)
-                .flat_map(|(corners, s)| corners.iter().filter(|c| c.1 > 0).map(|c| s.load(s.joint[c.0].2).workspace));
-            let used = used.max().unwrap_or(least);
-            let likely = |w: u64| w == used || w == least;
             let mut before = 0;
-            for &workspace in workspaces.iter().filter(|&&w| w >= least && (which == Workspaces::All || likely(w))) {
+            for &workspace in workspaces.iter().filter(|&&w| w >= least) {
                 let Some(shelves) = self.shelves(bag, ring, workspace) else { continue };
                 if !news(&shelves, &mut before) {
                     continue;
                 }
-                if let Some((free, joint)) = hopeful(&shelves, ring, workspace) {
+                if let Some(free) = hopeful(&shelves, ring, workspace) {
                     let same = |a: &[Rc<Shelf>]| a.iter().zip(&shelves).all(|(a, b)| a.items == b.items);
                     if !visited.iter().any(|(shelves, most)| *most >= free && same(shelves)) {
-                        visit(&shelves, free, &joint);
+                        visit(&shelves, free);
                         visited.push((shelves, free));
                     }
                 }
@@ -368,13 +333,80 @@ impl<'a> Store<'a> {
     }
 }
 
-/// What a bag takes at least beside a ring of this size or larger, if every way of running its layers is allowed; nothing if nothing fits.
-fn beside(bag: &[Group], all: &[Rc<Shelf>], room: u64, ring: u64) -> Option<Relaxed> {
-    let workspace = all.iter().map(|s| s.least.workspace).max().unwrap_or(0);
-    let free = room.checked_sub(ring.saturating_add(workspace))?;
-    let (time, joint) = (lp(bag, all, |s| &s.time, free)?, lp(bag, all, |s| &s.joint, free)?);
-    let end = bag.iter().zip(all).map(|(g, s)| g.count as u64 * s.least.end).sum();
-    Some(Relaxed { time: time.value, end, joint: joint.value })
+/// What a bag takes at least beside a ring and a workspace of these sizes, if its layers may run in every way of their shelves; nothing if nothing fits. Beside larger ones it
+/// takes no less.
+fn beside(bag: &[Group], shelves: &[Rc<Shelf>], room: u64, within: (u64, u64)) -> Option<Relaxed> {
+    let free = room.checked_sub(within.0.saturating_add(within.1))?;
+    let times: Vec<&Hull> = shelves.iter().map(|s| &s.time).collect();
+    let (time, joint) = (lp(bag, &times, free)?, lp(bag, &joint(shelves), free)?);
+    let end = bag.iter().zip(shelves).map(|(g, s)| g.count as u64 * s.least.end).sum();
+    Some(Relaxed { time: time.value, end, joint: joint.value, within })
+}
+
+/// The slope under which the relaxation of a bag shows most, and what a byte is worth there; nothing if that leaves no wanted plan.
+fn steepest(bag: &[Group], shelves: &[Rc<Shelf>], free: u64, border: StageTime, outlook: &Outlook) -> Option<(Slope, (u64, u64))> {
+    let mut best: Option<(u128, Slope, (u64, u64))> = None;
+    let mut weights = Weights::MOST;
+    for step in Weights::STEPS {
+        let slope = outlook.slope(weights);
+        let hulls: Vec<Hull> = shelves.iter().map(|s| hull(&s.items, |l| slope.cost(l.time, l.end))).collect();
+        let lp = lp(bag, &hulls.iter().collect::<Vec<_>>(), free)?;
+        let left = slope.limit.checked_sub(u128::from(lp.value + slope.cost(border.time, border.end))).filter(|&left| left > 0)?;
+        if best.is_none_or(|(least, ..)| left < least) {
+            best = Some((left, slope, lp.price));
+        }
+        let at = lp.corners.iter().zip(&hulls).zip(shelves).flat_map(|((corners, hull), shelf)| {
+            corners.iter().filter(|c| c.1 > 0).map(|&(corner, count)| {
+                let Load { time, end, .. } = shelf.load(hull[corner].2);
+                StageTime { time: count as u64 * time, end: count as u64 * end }
+            })
+        });
+        let StageTime { time, end } = at.sum::<StageTime>() + border;
+        let next = weights.toward(outlook, time, end, step);
+        if next == weights {
+            break;
+        }
+        weights = next;
+    }
+    best.map(|(_, slope, price)| (slope, price))
+}
+
+fn joint(shelves: &[Rc<Shelf>]) -> Vec<&Hull> {
+    shelves.iter().map(|s| &s.joint).collect()
+}
+
+/// How near bounds are told apart, as a part of them.
+const NEAR: u64 = 256;
+
+/// Whether what takes this at least could be much below the best; if not, it counts as it is.
+fn may_improve(best: &mut Option<Relaxed>, widest: Option<Relaxed>) -> bool {
+    let (Some(best), Some(widest)) = (best, widest) else { return widest.is_some() };
+    let less = |widest: u64, best: u64| widest < best - best / NEAR;
+    let improves = less(widest.time, best.time) || less(widest.joint, best.joint);
+    if !improves {
+        *best = Relaxed { within: best.within, ..best.least(widest) };
+    }
+    improves
+}
+
+/// Whether bounds allow more than those before: wider ones that do not are no other bounds.
+fn news(shelves: &[Rc<Shelf>], before: &mut usize) -> bool {
+    let allowed = shelves.iter().map(|s| s.allowed).sum();
+    allowed != std::mem::replace(before, allowed)
+}
+
+/// The least that every layer can keep.
+fn least_workspace(shelves: &[Rc<Shelf>]) -> u64 {
+    shelves.iter().map(|s| s.least.workspace).max().unwrap_or(0)
+}
+
+/// What a relaxation uses if workspace is free.
+fn used_workspace(shelves: &[Rc<Shelf>], loose: &Lp) -> u64 {
+    let used = |(corners, shelf): (&[(usize, usize); 2], &Rc<Shelf>)| {
+        let used = corners.iter().filter(|c| c.1 > 0).map(|c| shelf.load(shelf.joint[c.0].2).workspace);
+        used.max().unwrap_or(0)
+    };
+    loose.corners.iter().zip(shelves).map(used).max().unwrap_or(0).max(least_workspace(shelves))
 }
 
 /// The Pareto set of the ways of running one layer on a virtual stage that keeps so much.

@@ -4,7 +4,7 @@
 //! 1. *Relaxed*: with every stage at its linear relaxation, the least sum, slowest stage and longest end of all stages before and behind each stage. A stage that cannot
 //!    be part of a plan below the incumbent is left out of what follows; if none is left, that is the proof that the tuple holds nothing better.
 //! 2. *Rounded*: with every stage at a plan that can be run and is nearly its best. It only lowers the incumbent.
-//! 3. *Exact*, in steps from the lower bound up to the incumbent: with every stage's Pareto set. A label is (sum of stage times, slowest stage, longest end of step); one that another matches in all three is dropped, and so is
+//! 3. *Exact*: with every stage's Pareto set. A label is (sum of stage times, slowest stage, longest end of step); one that another matches in all three is dropped, and so is
 //!    one whose completion cannot beat the incumbent.
 //!
 //! With several virtual stages on each stage the layers of a stage are not next to each other, and a program over layers in order would have to remember them all:
@@ -15,15 +15,13 @@
 use crate::expansion::Staircase;
 use crate::menu::{Choice, Menus};
 use crate::objective::{Home, StageTime, repeats, total};
-use crate::stage::{Front, Group, Outlook, Point, Relaxed, Store, least_arena, sorted};
+use crate::outlook::Outlook;
+use crate::stage::{Front, Group, Point, Relaxed, Store, least_arena, sorted};
 use crate::virtual_stages;
 use dplan_ir::pipeline::Slots;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
-
-/// Parts of the way from the lower bound to the incumbent up to which plans are looked for, as powers of a half.
-const STEPS: [u32; 4] = [6, 4, 2, 0];
 
 /// The best plan found for a tuple.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -42,6 +40,14 @@ pub struct Solved {
     pub best: Option<Solution>,
     /// No plan of the tuple is below this, if that is below the cut: of an exact solution the best plan's objective, or less if the exact pass had to give up.
     pub bound: u64,
+    /// Whether it did not.
+    pub complete: bool,
+}
+
+impl Solved {
+    fn nothing(cut: u64) -> Solved {
+        Solved { best: None, bound: cut, complete: true }
+    }
 }
 
 /// A tuple, its layers, and bounds that do not depend on what is chosen.
@@ -85,6 +91,8 @@ struct Candidate {
     bag: Rc<[Group]>,
     border: StageTime,
     outlook: Outlook,
+    /// What the stages behind it take at least.
+    rest: Extremes,
     /// No plan with this stage is below this.
     bound: u64,
 }
@@ -96,6 +104,9 @@ const NOTHING: Extremes = (u64::MAX / 8, u64::MAX / 8, u64::MAX / 8);
 
 fn least(a: Extremes, b: Extremes) -> Extremes {
     (a.0.min(b.0), a.1.min(b.1), a.2.min(b.2))
+}
+fn most(a: Extremes, b: Extremes) -> Extremes {
+    (a.0.max(b.0), a.1.max(b.1), a.2.max(b.2))
 }
 fn joined(a: Extremes, b: Extremes) -> Extremes {
     (a.0 + b.0, a.1.max(b.1), a.2.max(b.2))
@@ -143,51 +154,38 @@ impl<'a> Stages<'a> {
         }
     }
 
-    /// The best plan below `cut`, if there is one.
-    pub fn solve(&self, cut: u64) -> Solved {
+    /// The best plan below `cut`, if there is one, and so many labels are enough.
+    pub fn solve(&self, cut: u64, mut labels: usize) -> Solved {
         if self.menus.tuple.virtual_stages > 1 {
-            return virtual_stages::solve(self, cut);
+            return virtual_stages::solve(self, cut, labels);
         }
-        let Solved { best: rounded, bound } = self.rounded(cut);
-        if bound >= cut {
-            return Solved { best: rounded, bound: cut };
-        }
-        let cut = rounded.as_ref().map_or(cut, |s| s.objective);
-        let low = bound.min(cut);
-        for shift in STEPS {
-            // Plans far below the cut are looked for first: what is found there is the best, and far fewer labels are hopeful.
-            let near = low + ((cut - low) >> shift);
-            let Some(candidates) = self.relaxed(near) else { continue };
-            let mut known: HashMap<(Rc<[Group]>, u64, StageTime, Outlook), Rc<Front>> = HashMap::new();
-            let mut complete = true;
-            let exact = self.combine(&candidates, near, |store, stage, c| {
-                let room = self.rooms[stage];
-                let key = (Rc::clone(&c.bag), room, c.border, c.outlook);
-                let front = known.entry(key).or_insert_with(|| Rc::new(store.front(&c.bag, room, c.border, &c.outlook)));
-                complete &= front.complete;
-                Rc::clone(front)
-            });
-            if exact.is_some() || !complete {
-                let best = exact.or(rounded);
-                let found = best.as_ref().map_or(cut, |s| s.objective);
-                let bound = if complete { found } else { floor(&candidates, cut).min(found) };
-                return Solved { best, bound };
-            }
-        }
-        Solved { best: rounded, bound: cut }
+        let Some(candidates) = self.relaxed(cut) else { return Solved::nothing(cut) };
+        let mut known: HashMap<(Rc<[Group]>, u64, StageTime, Outlook), Rc<Front>> = HashMap::new();
+        let mut complete = true;
+        let best = self.combine(&candidates, cut, |store, stage, c| {
+            let room = self.rooms[stage];
+            let key = (Rc::clone(&c.bag), room, c.border, c.outlook);
+            let front = known.entry(key).or_insert_with(|| Rc::new(store.front(&c.bag, room, c.border, &c.outlook, &mut labels)));
+            complete &= front.complete;
+            Rc::clone(front)
+        });
+        let found = best.as_ref().map_or(cut, |s| s.objective);
+        let bound = if complete { found } else { floor(&candidates, cut).min(found) };
+        Solved { best, bound, complete }
     }
 
     /// A plan below `cut` that is nearly the best, if relaxation and rounding find one; `bound` is what the relaxation shows.
     pub fn rounded(&self, cut: u64) -> Solved {
         if self.menus.tuple.virtual_stages > 1 {
-            return virtual_stages::solve(self, cut);
+            return virtual_stages::solve(self, cut, virtual_stages::FEW_LABELS);
         }
-        let Some(candidates) = self.relaxed(cut) else { return Solved { best: None, bound: cut } };
+        let Some(candidates) = self.relaxed(cut) else { return Solved::nothing(cut) };
         let best = self.combine(&candidates, cut, |store, stage, c| {
-            let points = store.rounded(&c.bag, self.rooms[stage], c.border, &Outlook { cut, ..c.outlook });
-            Rc::new(Front { points, complete: true })
+            let relaxed = self.relax(stage, &c.bag);
+            let points = relaxed.map(|relaxed| store.rounded(&c.bag, self.rooms[stage], c.border, &Outlook { cut, ..c.outlook }, &relaxed));
+            Rc::new(Front { points: points.unwrap_or_default(), complete: true })
         });
-        Solved { best, bound: floor(&candidates, cut) }
+        Solved { best, bound: floor(&candidates, cut), complete: true }
     }
 
     /// For each stage, the layers it may hold in a plan below the cut; nothing if there is no such plan.
@@ -250,10 +248,12 @@ impl<'a> Stages<'a> {
         let mut candidates = Vec::with_capacity(stages);
         for (stage, row) in table.into_iter().enumerate() {
             let wanted = row.into_iter().filter_map(|(start, end, bag, border, relaxed)| {
-                let (others, slowest, ended) = joined(*before[stage].get(&start)?, *behind[stage + 1].get(&end)?);
+                let rest = *behind[stage + 1].get(&end)?;
+                let (others, slowest, ended) = joined(*before[stage].get(&start)?, rest);
                 let outlook = Outlook { cut, repeats: n, others, slowest, end: ended, constant };
                 let bound = outlook.bound(relaxed.time, relaxed.end, relaxed.joint);
-                (bound < cut).then_some(Candidate { start, end, bag, border, outlook, bound })
+                let rest = most(rest, self.rest(stage + 1, end));
+                (bound < cut).then_some(Candidate { start, end, bag, border, outlook, rest, bound })
             });
             let wanted: Vec<Candidate> = wanted.collect();
             if wanted.is_empty() {
@@ -285,12 +285,11 @@ impl<'a> Stages<'a> {
                         None => continue,
                     },
                 };
-                let rest = self.rest(stage + 1, end);
                 let front = solve(&self.store, stage, candidate);
                 for (from, so_far) in befores {
                     for point in &front.points {
                         let (sum, slowest, ended) = joined(so_far, (point.time, point.time, point.end));
-                        let (whole, most, longest) = joined((sum, slowest, ended), rest);
+                        let (whole, most, longest) = joined((sum, slowest, ended), candidate.rest);
                         if whole + (n - 1) * most + longest + constant < cut {
                             let label = Label { sum, slowest, end: ended, start, from, point: point.clone() };
                             next.entry(end).or_default().push(label);
@@ -321,7 +320,7 @@ impl<'a> Stages<'a> {
     /// The same with messages.
     pub(crate) fn with_border(&self, of: Relaxed, border: StageTime) -> Relaxed {
         let StageTime { time, end } = border;
-        Relaxed { time: of.time + time, end: of.end + end, joint: of.joint + self.repeats * time + end }
+        Relaxed { time: of.time + time, end: of.end + end, joint: of.joint + self.repeats * time + end, ..of }
     }
 
     /// The least number of bytes by which every plan of this tuple misses the budget (0 if one fits), and the stage that misses it by so many; nothing if that

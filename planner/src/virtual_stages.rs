@@ -13,7 +13,8 @@
 //! Cuts are bounded by least shares, then by the relaxation of every stage; those that remain are solved best first: Pareto sets of all stages, combined stage by stage.
 
 use crate::objective::{StageTime, total};
-use crate::stage::{Group, Outlook, Point, Relaxed};
+use crate::outlook::Outlook;
+use crate::stage::{Group, Point, Relaxed};
 use crate::stages::{Solution, Solved, Stages, bag};
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -50,8 +51,11 @@ struct Label {
     point: Point,
 }
 
-/// The best plan below `cut`, if there is one.
-pub(crate) fn solve(stages: &Stages<'_>, cut: u64) -> Solved {
+/// Labels for a plan that need not be the best.
+pub(crate) const FEW_LABELS: usize = 100_000;
+
+/// The best plan below `cut`, if there is one, and so many labels are enough.
+pub(crate) fn solve(stages: &Stages<'_>, cut: u64, mut labels: usize) -> Solved {
     let mut best: Option<Solution> = None;
     let mut below = cut;
     // Cuts whose fronts were not complete, by what none of their plans is below.
@@ -60,7 +64,7 @@ pub(crate) fn solve(stages: &Stages<'_>, cut: u64) -> Solved {
         if candidate.bound >= below {
             break;
         }
-        let (found, complete) = combine(stages, &candidate, below);
+        let (found, complete) = combine(stages, &candidate, below, &mut labels);
         if !complete {
             open = open.min(candidate.bound);
         }
@@ -69,7 +73,7 @@ pub(crate) fn solve(stages: &Stages<'_>, cut: u64) -> Solved {
             best = Some(solution);
         }
     }
-    Solved { best, bound: open.min(below) }
+    Solved { best, bound: open.min(below), complete: open >= below }
 }
 
 /// The least number of bytes by which every plan misses the budget, and the stage that misses it by so many; nothing if that is `bound` or more.
@@ -156,7 +160,7 @@ fn outlook(stages: &Stages<'_>, relaxed: &[Relaxed], stage: usize, cut: u64) -> 
 }
 
 /// The best plan of a cut below `below`, and whether none was left out.
-fn combine(stages: &Stages<'_>, candidate: &Candidate, below: u64) -> (Option<Solution>, bool) {
+fn combine(stages: &Stages<'_>, candidate: &Candidate, below: u64, labels: &mut usize) -> (Option<Solution>, bool) {
     let count = candidate.bags.len();
     let constant = stages.menus.constant;
     let mut complete = true;
@@ -166,7 +170,7 @@ fn combine(stages: &Stages<'_>, candidate: &Candidate, below: u64) -> (Option<So
         let (room, border) = (stages.rooms[stage], candidate.borders[stage]);
         let outlook = outlook(stages, &candidate.relaxed, stage, below);
         let points = known.entry((Rc::clone(&candidate.bags[stage]), room, border, outlook)).or_insert_with(|| {
-            let front = stages.store.front(&candidate.bags[stage], room, border, &outlook);
+            let front = stages.store.front(&candidate.bags[stage], room, border, &outlook, labels);
             complete &= front.complete;
             front.points.into()
         });

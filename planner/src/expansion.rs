@@ -5,7 +5,8 @@
 
 use crate::objective::StageTime;
 use crate::outlook::{Outlook, Slope};
-use crate::stage::{Group, Item, Load, Point, Shelf};
+use crate::shelf::{Item, Load, Shelf};
+use crate::stage::{Group, Point};
 use std::rc::Rc;
 
 /// Most labels at once; of more only the most promising are followed, and the front says that it is not complete.
@@ -72,7 +73,7 @@ impl<'a> Expansion<'a> {
         let items: Vec<Vec<Item>> = shelves
             .iter()
             .map(|shelf| {
-                let mut items = shelf.items.clone();
+                let mut items = shelf.items().to_vec();
                 items.sort_by_key(|i| (std::cmp::Reverse(priced(&i.0)), *i));
                 items
             })

@@ -28,6 +28,7 @@ pub mod problem;
 mod relaxation;
 pub mod request;
 pub mod search;
+mod shelf;
 pub mod simulate;
 pub mod space;
 pub mod stage;

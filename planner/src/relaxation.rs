@@ -1,6 +1,6 @@
 //! The linear relaxation of a stage's knapsack: the least cost of a bag in so many bytes, if layers could be split between choices.
 
-use crate::stage::{Group, Item, Load};
+use crate::stage::Group;
 
 /// The lower convex hull of (bytes, cost), from least bytes to least cost, with the choice at each corner.
 pub(crate) type Hull = Vec<(u64, u64, u32)>;
@@ -15,17 +15,21 @@ pub(crate) struct Lp {
     pub corners: Vec<[(usize, usize); 2]>,
 }
 
-pub(crate) fn hull(items: &[Item], cost: impl Fn(&Load) -> u64) -> Hull {
-    corners(items.iter().map(|(l, choice)| (l.bytes, cost(l), *choice)).collect())
-}
-
 /// The hull of some points.
 pub(crate) fn corners(mut points: Hull) -> Hull {
     points.sort_unstable();
+    hull(points.into_iter())
+}
+
+/// The hull of points that come by rising bytes; of equal ones the first.
+pub(crate) fn hull(points: impl Iterator<Item = (u64, u64, u32)>) -> Hull {
     let mut hull: Hull = Vec::new();
     for p in points {
         if hull.last().is_some_and(|last| last.1 <= p.1) {
             continue;
+        }
+        if hull.last().is_some_and(|last| last.0 == p.0) {
+            hull.pop();
         }
         // Drop corners above the line from the one before to the new one.
         while let [.., a, b] = hull[..]

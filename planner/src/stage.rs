@@ -10,11 +10,12 @@
 //!
 //! Bytes are counted as they are: no cells, no margin.
 
-use crate::expansion::{Expansion, Staircase};
+use crate::expansion::Expansion;
 use crate::menu::Choice;
 use crate::objective::{Home, StageTime};
 use crate::outlook::{Outlook, Slope, Weights};
-use crate::relaxation::{Hull, Lp, hull, lp};
+use crate::relaxation::{Hull, Lp, lp};
+use crate::shelf::{Item, Load, Shelf, Stock};
 use dplan_ir::pipeline::Slots;
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -70,54 +71,6 @@ impl Relaxed {
     }
 }
 
-/// Times and bytes of a choice.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
-pub(crate) struct Load {
-    pub time: u64,
-    pub end: u64,
-    /// States, and what is kept of micro-batches.
-    pub bytes: u64,
-    pub workspace: u64,
-    pub ring: u64,
-}
-
-impl Load {
-    fn of(choice: &Choice, home: Home, slots: Slots) -> Load {
-        let (terms, StageTime { time, end }) = (choice.terms(home), choice.share(home));
-        let bytes = terms.states + slots.frames * choice.frame + slots.held * choice.held;
-        Load { time, end, bytes, workspace: choice.workspace, ring: terms.ring }
-    }
-    fn arena(&self) -> u64 {
-        self.bytes + self.workspace + self.ring
-    }
-    fn covers(&self, other: &Load) -> bool {
-        self.time <= other.time && self.end <= other.end && self.bytes <= other.bytes && self.workspace <= other.workspace && self.ring <= other.ring
-    }
-    /// The smaller (or, with `u64::max`, the larger) of each.
-    pub fn pick(self, other: Load, pick: fn(u64, u64) -> u64) -> Load {
-        Load {
-            time: pick(self.time, other.time),
-            end: pick(self.end, other.end),
-            bytes: pick(self.bytes, other.bytes),
-            workspace: pick(self.workspace, other.workspace),
-            ring: pick(self.ring, other.ring),
-        }
-    }
-}
-
-pub(crate) type Item = (Load, u32);
-
-/// The ways of running one layer under bounds on workspace and ring, undominated in time, end and bytes.
-#[derive(Clone, Debug)]
-pub(crate) struct Shelf {
-    pub items: Vec<Item>,
-    /// Ways that keep the bounds, dominated ones included: more of them under wider bounds, or the same.
-    pub allowed: usize,
-    pub least: Load,
-    pub time: Hull,
-    pub joint: Hull,
-}
-
 /// One layer of a row, at a home, on a virtual stage that keeps so much.
 type Place = (usize, Home, Slots);
 
@@ -125,20 +78,14 @@ type Place = (usize, Home, Slots);
 pub struct Store<'a> {
     menus: &'a [Vec<Choice>],
     repeats: u64,
-    items: RefCell<HashMap<Place, Rc<[Item]>>>,
+    stocks: RefCell<HashMap<Place, Rc<Stock>>>,
     /// By place and bounds on ring and workspace; nothing if no way keeps them.
     shelves: RefCell<HashMap<(Place, u64, u64), Option<Rc<Shelf>>>>,
 }
 
-impl Shelf {
-    fn load(&self, choice: u32) -> Load {
-        self.items.iter().find(|i| i.1 == choice).map(|i| i.0).unwrap_or_default()
-    }
-}
-
 impl<'a> Store<'a> {
     pub fn new(menus: &'a [Vec<Choice>], repeats: u64) -> Store<'a> {
-        Store { menus, repeats, items: RefCell::default(), shelves: RefCell::default() }
+        Store { menus, repeats, stocks: RefCell::default(), shelves: RefCell::default() }
     }
 
     /// Bounds on every way of running a bag in so much room; nothing if there is none.
@@ -190,8 +137,7 @@ impl<'a> Store<'a> {
         let mut chosen: Vec<(usize, Item, usize)> = Vec::new();
         for (at, (corners, shelf)) in lp.corners.iter().zip(&shelves).enumerate() {
             for &(corner, count) in corners.iter().filter(|c| c.1 > 0) {
-                let choice = shelf.joint[corner].2;
-                chosen.push((at, (shelf.load(choice), choice), count));
+                chosen.push((at, shelf.item(shelf.joint[corner].2), count));
             }
         }
         self.fill(&mut chosen, &shelves, free);
@@ -208,7 +154,7 @@ impl<'a> Store<'a> {
         loop {
             let mut best: Option<(u64, usize, Item)> = None;
             for (place, (at, (was, _), _)) in chosen.iter().enumerate() {
-                for &(load, choice) in &shelves[*at].items {
+                for &(load, choice) in shelves[*at].items() {
                     let saved = cost(was).saturating_sub(cost(&load));
                     if saved > best.map_or(0, |b| b.0) && used - was.bytes + load.bytes <= free {
                         best = Some((saved, place, (load, choice)));
@@ -249,7 +195,7 @@ impl<'a> Store<'a> {
             let wanted = load.arena() <= room && outlook.hopeful(time, end, self.repeats * time + end);
             wanted.then(|| Point { time, end, counts: [(0, choice, 1)].into() })
         };
-        pareto(self.items(place).iter().filter_map(point).collect())
+        pareto(self.stock(place).items.iter().filter_map(point).collect())
     }
 
     /// Calls `visit` with every bound on workspace and ring under which the bag could be part of a wanted plan.
@@ -283,7 +229,7 @@ impl<'a> Store<'a> {
                     continue;
                 }
                 if let Some(free) = hopeful(&shelves, ring, workspace) {
-                    let same = |a: &[Rc<Shelf>]| a.iter().zip(&shelves).all(|(a, b)| a.items == b.items);
+                    let same = |a: &[Rc<Shelf>]| a.iter().zip(&shelves).all(|(a, b)| a.items() == b.items());
                     if !visited.iter().any(|(shelves, most)| *most >= free && same(shelves)) {
                         visit(&shelves, free);
                         visited.push((shelves, free));
@@ -295,17 +241,17 @@ impl<'a> Store<'a> {
 
     /// The values of one size among all ways of running the bag's layers, from the least that all of them can keep.
     fn values(&self, bag: &[Group], of: fn(&Load) -> u64) -> Vec<u64> {
-        let items: Vec<Rc<[Item]>> = bag.iter().map(|g| self.items(g.place())).collect();
-        let least = items.iter().map(|items| items.iter().map(|i| of(&i.0)).min().unwrap_or(0)).max().unwrap_or(0);
-        let mut values: Vec<u64> = items.iter().flat_map(|items| items.iter().map(|i| of(&i.0))).filter(|&v| v >= least).collect();
+        let stocks: Vec<Rc<Stock>> = bag.iter().map(|g| self.stock(g.place())).collect();
+        let least = stocks.iter().map(|stock| stock.items.iter().map(|i| of(&i.0)).min().unwrap_or(0)).max().unwrap_or(0);
+        let mut values: Vec<u64> = stocks.iter().flat_map(|stock| stock.items.iter().map(|i| of(&i.0))).filter(|&v| v >= least).collect();
         values.sort_unstable();
         values.dedup();
         values
     }
 
-    fn items(&self, place: Place) -> Rc<[Item]> {
+    fn stock(&self, place: Place) -> Rc<Stock> {
         let (row, home, slots) = place;
-        Rc::clone(self.items.borrow_mut().entry(place).or_insert_with(|| undominated(&self.menus[row], home, slots).into()))
+        Rc::clone(self.stocks.borrow_mut().entry(place).or_insert_with(|| Rc::new(Stock::new(&self.menus[row], home, slots))))
     }
 
     /// The shelves of a bag's groups; nothing if one cannot keep the bounds.
@@ -313,23 +259,9 @@ impl<'a> Store<'a> {
         let one = |group: &Group| {
             let place = group.place();
             let mut known = self.shelves.borrow_mut();
-            known.entry((place, ring, workspace)).or_insert_with(|| self.shelf(&self.items(place), ring, workspace)).clone()
+            known.entry((place, ring, workspace)).or_insert_with(|| Shelf::new(self.stock(place), ring, workspace, self.repeats).map(Rc::new)).clone()
         };
         bag.iter().map(one).collect()
-    }
-
-    fn shelf(&self, items: &[Item], ring: u64, workspace: u64) -> Option<Rc<Shelf>> {
-        let (mut kept, mut allowed, mut stairs) = (Vec::<Item>::new(), 0, Staircase::default());
-        for &(load, choice) in items.iter().filter(|(l, _)| l.ring <= ring && l.workspace <= workspace) {
-            allowed += 1;
-            // Items come by rising time. The smallest workspace must not be hidden where it is not bounded.
-            if workspace == u64::MAX || stairs.admits(load.end, load.bytes) {
-                kept.push((load, choice));
-            }
-        }
-        let least = kept.iter().map(|i| i.0).reduce(|a, b| a.pick(b, u64::min))?;
-        let (time, joint) = (hull(&kept, |l| l.time), hull(&kept, |l| self.repeats * l.time + l.end));
-        Some(Rc::new(Shelf { items: kept, allowed, least, time, joint }))
     }
 }
 
@@ -349,7 +281,7 @@ fn steepest(bag: &[Group], shelves: &[Rc<Shelf>], free: u64, border: StageTime, 
     let mut weights = Weights::MOST;
     for step in Weights::STEPS {
         let slope = outlook.slope(weights);
-        let hulls: Vec<Hull> = shelves.iter().map(|s| hull(&s.items, |l| slope.cost(l.time, l.end))).collect();
+        let hulls: Vec<Hull> = shelves.iter().map(|s| s.hull(|l| slope.cost(l.time, l.end))).collect();
         let lp = lp(bag, &hulls.iter().collect::<Vec<_>>(), free)?;
         let left = slope.limit.checked_sub(u128::from(lp.value + slope.cost(border.time, border.end))).filter(|&left| left > 0)?;
         if best.is_none_or(|(least, ..)| left < least) {
@@ -357,7 +289,7 @@ fn steepest(bag: &[Group], shelves: &[Rc<Shelf>], free: u64, border: StageTime, 
         }
         let at = lp.corners.iter().zip(&hulls).zip(shelves).flat_map(|((corners, hull), shelf)| {
             corners.iter().filter(|c| c.1 > 0).map(|&(corner, count)| {
-                let Load { time, end, .. } = shelf.load(hull[corner].2);
+                let (Load { time, end, .. }, _) = shelf.item(hull[corner].2);
                 StageTime { time: count as u64 * time, end: count as u64 * end }
             })
         });
@@ -403,23 +335,10 @@ fn least_workspace(shelves: &[Rc<Shelf>]) -> u64 {
 /// What a relaxation uses if workspace is free.
 fn used_workspace(shelves: &[Rc<Shelf>], loose: &Lp) -> u64 {
     let used = |(corners, shelf): (&[(usize, usize); 2], &Rc<Shelf>)| {
-        let used = corners.iter().filter(|c| c.1 > 0).map(|c| shelf.load(shelf.joint[c.0].2).workspace);
+        let used = corners.iter().filter(|c| c.1 > 0).map(|c| shelf.item(shelf.joint[c.0].2).0.workspace);
         used.max().unwrap_or(0)
     };
     loose.corners.iter().zip(shelves).map(used).max().unwrap_or(0).max(least_workspace(shelves))
-}
-
-/// The Pareto set of the ways of running one layer on a virtual stage that keeps so much.
-fn undominated(menu: &[Choice], home: Home, slots: Slots) -> Vec<Item> {
-    let mut all: Vec<Item> = menu.iter().zip(0..).map(|(c, index)| (Load::of(c, home, slots), index)).collect();
-    all.sort_unstable();
-    let mut kept: Vec<Item> = Vec::new();
-    for (load, choice) in all {
-        if !kept.iter().any(|(k, _)| k.covers(&load)) {
-            kept.push((load, choice));
-        }
-    }
-    kept
 }
 
 /// Points that no other matches in time and end; of equal ones the first.

@@ -23,23 +23,26 @@ pub(crate) fn corners(mut points: Hull) -> Hull {
 
 /// The hull of points that come by rising bytes; of equal ones the first.
 pub(crate) fn hull(points: impl Iterator<Item = (u64, u64, u32)>) -> Hull {
-    let mut hull: Hull = Vec::new();
-    for p in points {
-        if hull.last().is_some_and(|last| last.1 <= p.1) {
-            continue;
-        }
-        if hull.last().is_some_and(|last| last.0 == p.0) {
-            hull.pop();
-        }
-        // Drop corners above the line from the one before to the new one.
-        while let [.., a, b] = hull[..]
-            && u128::from(a.1 - b.1) * u128::from(p.0 - a.0) <= u128::from(a.1 - p.1) * u128::from(b.0 - a.0)
-        {
-            hull.pop();
-        }
-        hull.push(p);
-    }
+    let mut hull = Hull::new();
+    points.for_each(|p| extend(&mut hull, p));
     hull
+}
+
+/// Adds a point with no fewer bytes than those before it.
+pub(crate) fn extend(hull: &mut Hull, p: (u64, u64, u32)) {
+    if hull.last().is_some_and(|last| last.1 <= p.1) {
+        return;
+    }
+    if hull.last().is_some_and(|last| last.0 == p.0) {
+        hull.pop();
+    }
+    // Drop corners above the line from the one before to the new one.
+    while let [.., a, b] = hull[..]
+        && u128::from(a.1 - b.1) * u128::from(p.0 - a.0) <= u128::from(a.1 - p.1) * u128::from(b.0 - a.0)
+    {
+        hull.pop();
+    }
+    hull.push(p);
 }
 
 /// The least cost of a bag in so many bytes when layers may be split: from least bytes, the best bargains first.

@@ -5,7 +5,7 @@
 use crate::expansion::Staircase;
 use crate::menu::Choice;
 use crate::objective::{Home, StageTime};
-use crate::relaxation::{Hull, hull};
+use crate::relaxation::{Hull, extend, hull};
 use dplan_ir::pipeline::Slots;
 use std::cell::OnceCell;
 use std::rc::Rc;
@@ -82,13 +82,15 @@ pub(crate) struct Shelf {
 impl Shelf {
     /// Nothing if no way keeps the bounds.
     pub fn new(stock: Rc<Stock>, ring: u64, workspace: u64, repeats: u64) -> Option<Shelf> {
-        let kept = || stock.by_bytes.iter().map(|i| i.0).filter(|l| l.ring <= ring && l.workspace <= workspace);
-        let least = kept().reduce(|a, b| a.pick(b, u64::min))?;
-        let allowed = kept().count();
-        let mut shelf = Shelf { stock, ring, workspace, allowed, least, time: Hull::new(), joint: Hull::new(), items: OnceCell::new() };
-        shelf.time = shelf.hull(|l| l.time);
-        shelf.joint = shelf.hull(|l| repeats * l.time + l.end);
-        Some(shelf)
+        let (mut time, mut joint) = (Hull::new(), Hull::new());
+        let (mut least, mut allowed) = (None, 0);
+        for (load, position) in stock.by_bytes.iter().filter(|(l, _)| l.ring <= ring && l.workspace <= workspace) {
+            extend(&mut time, (load.bytes, load.time, *position));
+            extend(&mut joint, (load.bytes, repeats * load.time + load.end, *position));
+            least = Some(least.map_or(*load, |least: Load| least.pick(*load, u64::min)));
+            allowed += 1;
+        }
+        Some(Shelf { stock, ring, workspace, allowed, least: least?, time, joint, items: OnceCell::new() })
     }
 
     /// The hull of a cost.

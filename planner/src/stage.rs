@@ -2,7 +2,7 @@
 //! plain pipeline the time of a micro-batch and the time of the end of a step. With `n` repeats of the slowest, `n · time + end` bounds a stage's share from below.
 //!
 //! A multiple-choice knapsack with counts, for each bound on workspace and ring (of which an arena has one, for its largest layer). Three answers:
-//! - [`relaxed`](Store::relaxed): the linear relaxation: no way of running the bag is better;
+//! - [`relaxed`](Store::relaxed), and sooner but not as close [`loose`](Store::loose): the linear relaxation: no way of running the bag is better;
 //! - [`rounded`](Store::rounded): its rounding, which can be run: at most one layer's worth from the best;
 //! - [`front`](Store::front): the exact Pareto set. Counts are decided choice by choice; a label is (time, end, bytes), and is dropped if another with as many layers is
 //!   no worse in any, if it cannot fit, or if its plan cannot beat the incumbent ([`Outlook`]). That last bound prices bytes at the relaxation's price (Lagrange): what
@@ -64,6 +64,9 @@ pub struct Relaxed {
 }
 
 impl Relaxed {
+    pub fn apart(&self) -> StageTime {
+        StageTime { time: self.time, end: self.end }
+    }
     /// The lesser of each.
     fn least(self, other: Relaxed) -> Relaxed {
         let joint = if other.joint < self.joint { other } else { self };
@@ -86,6 +89,13 @@ pub struct Store<'a> {
 impl<'a> Store<'a> {
     pub fn new(menus: &'a [Vec<Choice>], repeats: u64) -> Store<'a> {
         Store { menus, repeats, stocks: RefCell::default(), shelves: RefCell::default() }
+    }
+
+    /// Bounds on every way of running a bag in so much room that are found at once, as if the smallest ring and workspace were enough; nothing if it never fits.
+    pub fn loose(&self, bag: &[Group], room: u64) -> Option<Relaxed> {
+        let all = self.shelves(bag, u64::MAX, u64::MAX)?;
+        let ring = all.iter().map(|s| s.least.ring).max().unwrap_or(0);
+        beside(bag, &all, room, (ring, least_workspace(&all)))
     }
 
     /// Bounds on every way of running a bag in so much room; nothing if there is none.

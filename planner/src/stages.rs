@@ -70,9 +70,13 @@ pub struct Stages<'a> {
     /// Room of each stage.
     pub(crate) rooms: Vec<u64>,
     bags: RefCell<HashMap<(usize, usize, Slots, usize), Rc<[Group]>>>,
-    relaxations: RefCell<HashMap<(Rc<[Group]>, u64), Option<Relaxed>>>,
+    loose: Relaxations,
+    close: Relaxations,
     least_arenas: RefCell<HashMap<Rc<[Group]>, u64>>,
 }
+
+/// Of bags in so much room.
+type Relaxations = RefCell<HashMap<(Rc<[Group]>, u64), Option<Relaxed>>>;
 
 struct Label {
     sum: u64,
@@ -90,6 +94,8 @@ struct Candidate {
     end: usize,
     bag: Rc<[Group]>,
     border: StageTime,
+    /// What it takes at least, its border included.
+    relaxed: Relaxed,
     outlook: Outlook,
     /// What the stages behind it take at least.
     rest: Extremes,
@@ -107,6 +113,9 @@ fn least(a: Extremes, b: Extremes) -> Extremes {
 }
 fn most(a: Extremes, b: Extremes) -> Extremes {
     (a.0.max(b.0), a.1.max(b.1), a.2.max(b.2))
+}
+fn extremes(of: StageTime) -> Extremes {
+    (of.time, of.time, of.end)
 }
 fn joined(a: Extremes, b: Extremes) -> Extremes {
     (a.0 + b.0, a.1.max(b.1), a.2.max(b.2))
@@ -149,7 +158,8 @@ impl<'a> Stages<'a> {
             store: Store::new(&menus.choices, repeats),
             rooms: (0..menus.tuple.pp).map(|s| menus.room(budget, s).unwrap_or(0)).collect(),
             bags: RefCell::default(),
-            relaxations: RefCell::default(),
+            loose: Relaxations::default(),
+            close: Relaxations::default(),
             least_arenas: RefCell::default(),
         }
     }
@@ -190,17 +200,29 @@ impl<'a> Stages<'a> {
 
     /// For each stage, the layers it may hold in a plan below the cut; nothing if there is no such plan.
     fn relaxed(&self, cut: u64) -> Option<Vec<Vec<Candidate>>> {
+        let mut table = self.wanted(self.reachable(cut)?, cut)?;
+        for (stage, row) in table.iter_mut().enumerate() {
+            row.retain_mut(|c| {
+                let relaxed = self.relax(stage, &c.bag);
+                c.relaxed = relaxed.map_or(c.relaxed, |relaxed| self.with_border(relaxed, c.border));
+                relaxed.is_some()
+            });
+        }
+        self.wanted(table, cut)
+    }
+
+    /// All stages that could be reached, with what they take at least.
+    fn reachable(&self, cut: u64) -> Option<Vec<Vec<Candidate>>> {
         let (stages, layers) = (self.menus.tuple.pp as usize, self.layers.len());
         let (n, constant) = (self.repeats, self.menus.constant);
         let earliest = self.earliest_starts()?;
-        // All stages that could be reached, with what they take at least.
-        let mut table: Vec<Vec<(usize, usize, Rc<[Group]>, StageTime, Relaxed)>> = Vec::with_capacity(stages);
-        let mut before: Vec<BTreeMap<usize, Extremes>> = vec![BTreeMap::from([(0, (0, 0, 0))])];
+        let mut table: Vec<Vec<Candidate>> = Vec::with_capacity(stages);
+        let mut before: BTreeMap<usize, Extremes> = BTreeMap::from([(0, (0, 0, 0))]);
         for stage in 0..stages {
             let mut row = Vec::new();
             let mut next: BTreeMap<usize, Extremes> = BTreeMap::new();
             let last_end = layers - (stages - stage - 1);
-            for (&start, &so_far) in &before[stage] {
+            for (&start, &so_far) in &before {
                 let first_end = if stage + 1 == stages { layers } else { earliest[stage + 1].max(start + 1) };
                 for end in first_end..=last_end {
                     let inside = self.before[end] - self.before[start];
@@ -210,50 +232,65 @@ impl<'a> Stages<'a> {
                     }
                     let border = self.menus.border(stage as u64, end - 1);
                     let rest = self.rest(stage + 1, end);
-                    let reach = |time: u64, ended: u64| {
-                        let (sum, slowest, ends) = joined(joined(so_far, (time, time, ended)), rest);
-                        sum + (n - 1) * slowest + ends + constant
-                    };
-                    if reach(inside.time + border.time, inside.end + border.end) >= cut {
+                    if self.reach(joined(so_far, extremes(inside + border)), rest) >= cut {
                         continue;
                     }
                     let bag = self.bag(stage, start, end);
-                    let Some(relaxed) = self.relax(stage, &bag) else { break };
+                    let Some(relaxed) = self.relax_loosely(stage, &bag) else { break };
                     let relaxed = self.with_border(relaxed, border);
-                    if reach(relaxed.time, relaxed.end) >= cut {
+                    let here = joined(so_far, extremes(relaxed.apart()));
+                    if self.reach(here, rest) >= cut {
                         continue;
                     }
-                    let here = joined(so_far, (relaxed.time, relaxed.time, relaxed.end));
                     let place = next.entry(end).or_insert(NOTHING);
                     *place = least(*place, here);
-                    row.push((start, end, bag, border, relaxed));
+                    let outlook = Outlook { cut, repeats: n, others: 0, slowest: 0, end: 0, constant };
+                    row.push(Candidate { start, end, bag, border, relaxed, outlook, rest, bound: 0 });
                 }
             }
             table.push(row);
+            before = next;
+        }
+        Some(table)
+    }
+
+    /// Those stages that may be part of a plan below the cut by what the others take at least, with that; nothing if some stage cannot.
+    fn wanted(&self, table: Vec<Vec<Candidate>>, cut: u64) -> Option<Vec<Vec<Candidate>>> {
+        let stages = table.len();
+        let mut before: Vec<BTreeMap<usize, Extremes>> = vec![BTreeMap::from([(0, (0, 0, 0))])];
+        for row in &table {
+            let mut next: BTreeMap<usize, Extremes> = BTreeMap::new();
+            for c in row {
+                let Some(&so_far) = before[before.len() - 1].get(&c.start) else { continue };
+                let here = joined(so_far, extremes(c.relaxed.apart()));
+                if self.reach(here, c.rest) < cut {
+                    let place = next.entry(c.end).or_insert(NOTHING);
+                    *place = least(*place, here);
+                }
+            }
             before.push(next);
         }
         // From behind: what the stages from here on take at least, if they start at a layer.
         let mut behind: Vec<BTreeMap<usize, Extremes>> = vec![BTreeMap::new(); stages + 1];
-        behind[stages].insert(layers, (0, 0, 0));
+        behind[stages].insert(self.layers.len(), (0, 0, 0));
         for stage in (0..stages).rev() {
             let mut here: BTreeMap<usize, Extremes> = BTreeMap::new();
-            for (start, end, _, _, relaxed) in &table[stage] {
-                if let Some(&rest) = behind[stage + 1].get(end) {
-                    let place = here.entry(*start).or_insert(NOTHING);
-                    *place = least(*place, joined((relaxed.time, relaxed.time, relaxed.end), rest));
+            for c in &table[stage] {
+                if let Some(&rest) = behind[stage + 1].get(&c.end) {
+                    let place = here.entry(c.start).or_insert(NOTHING);
+                    *place = least(*place, joined(extremes(c.relaxed.apart()), rest));
                 }
             }
             behind[stage] = here;
         }
         let mut candidates = Vec::with_capacity(stages);
         for (stage, row) in table.into_iter().enumerate() {
-            let wanted = row.into_iter().filter_map(|(start, end, bag, border, relaxed)| {
-                let rest = *behind[stage + 1].get(&end)?;
-                let (others, slowest, ended) = joined(*before[stage].get(&start)?, rest);
-                let outlook = Outlook { cut, repeats: n, others, slowest, end: ended, constant };
-                let bound = outlook.bound(relaxed.time, relaxed.end, relaxed.joint);
-                let rest = most(rest, self.rest(stage + 1, end));
-                (bound < cut).then_some(Candidate { start, end, bag, border, outlook, rest, bound })
+            let wanted = row.into_iter().filter_map(|c| {
+                let rest = *behind[stage + 1].get(&c.end)?;
+                let (others, slowest, end) = joined(*before[stage].get(&c.start)?, rest);
+                let outlook = Outlook { others, slowest, end, ..c.outlook };
+                let bound = outlook.bound(c.relaxed.time, c.relaxed.end, c.relaxed.joint);
+                (bound < cut).then_some(Candidate { outlook, rest: most(rest, c.rest), bound, ..c })
             });
             let wanted: Vec<Candidate> = wanted.collect();
             if wanted.is_empty() {
@@ -262,6 +299,12 @@ impl<'a> Stages<'a> {
             candidates.push(wanted);
         }
         Some(candidates)
+    }
+
+    /// What a plan takes at least whose first stages take this at least, and the others that.
+    fn reach(&self, so_far: Extremes, rest: Extremes) -> u64 {
+        let (sum, slowest, ends) = joined(so_far, rest);
+        sum + (self.repeats - 1) * slowest + ends + self.menus.constant
     }
 
     /// The best plan below the cut whose stages are candidates run at a point of their fronts.
@@ -288,7 +331,7 @@ impl<'a> Stages<'a> {
                 let front = solve(&self.store, stage, candidate);
                 for (from, so_far) in befores {
                     for point in &front.points {
-                        let (sum, slowest, ended) = joined(so_far, (point.time, point.time, point.end));
+                        let (sum, slowest, ended) = joined(so_far, extremes(StageTime { time: point.time, end: point.end }));
                         let (whole, most, longest) = joined((sum, slowest, ended), candidate.rest);
                         if whole + (n - 1) * most + longest + constant < cut {
                             let label = Label { sum, slowest, end: ended, start, from, point: point.clone() };
@@ -309,12 +352,13 @@ impl<'a> Stages<'a> {
     /// What a stage with these layers takes at least.
     pub(crate) fn relax(&self, stage: usize, bag: &Rc<[Group]>) -> Option<Relaxed> {
         let key = (Rc::clone(bag), self.rooms[stage]);
-        if let Some(known) = self.relaxations.borrow().get(&key) {
-            return *known;
-        }
-        let relaxed = self.store.relaxed(bag, key.1);
-        self.relaxations.borrow_mut().insert(key, relaxed);
-        relaxed
+        *self.close.borrow_mut().entry(key).or_insert_with(|| self.store.relaxed(bag, self.rooms[stage]))
+    }
+
+    /// The same at once, and not as close.
+    fn relax_loosely(&self, stage: usize, bag: &Rc<[Group]>) -> Option<Relaxed> {
+        let key = (Rc::clone(bag), self.rooms[stage]);
+        *self.loose.borrow_mut().entry(key).or_insert_with(|| self.store.loose(bag, self.rooms[stage]))
     }
 
     /// The same with messages.

@@ -9,8 +9,27 @@ use crate::shelf::{Item, Load, Shelf};
 use crate::stage::{Group, Point};
 use std::rc::Rc;
 
-/// Most labels at once; of more only the most promising are followed, and the front says that it is not complete.
-const MOST_AT_ONCE: usize = 50_000;
+/// How far a search may go.
+pub struct Effort<'a> {
+    /// Labels that it may still make.
+    pub labels: usize,
+    /// Most labels at once; of more only the most promising are followed, and the front says that it is not complete.
+    pub at_once: usize,
+    /// Whether time is up.
+    pub late: &'a dyn Fn() -> bool,
+}
+
+impl Effort<'_> {
+    /// Whether one more label may be made.
+    fn take(&mut self) -> bool {
+        if self.labels.is_multiple_of(4096) && (self.late)() {
+            self.labels = 0;
+        }
+        let some = self.labels > 0;
+        self.labels -= usize::from(some);
+        some
+    }
+}
 
 /// The exact search under one bound on workspace and ring.
 pub(crate) struct Expansion<'a> {
@@ -99,8 +118,8 @@ impl<'a> Expansion<'a> {
         Expansion { bag, items, least, most, cheapest, behind, free, slope, price, outlook, lost }
     }
 
-    /// Adds all points that are wanted, if it gets by with so many labels; whether it does.
-    pub fn run(&self, border: StageTime, points: &mut Vec<Point>, most: &mut usize) -> bool {
+    /// Adds all points that are wanted, if the effort is enough; whether it is.
+    pub fn run(&self, border: StageTime, points: &mut Vec<Point>, effort: &mut Effort<'_>) -> bool {
         let mut trail: Vec<Decision> = Vec::new();
         let mut complete = true;
         let mut labels = vec![Label { time: border.time, end: border.end, bytes: 0, trail: ROOT }];
@@ -130,16 +149,15 @@ impl<'a> Expansion<'a> {
                                 trail.push(Decision { before: label.trail, group: at, choice, count });
                                 new.trail = trail.len() as u32 - 1;
                             }
-                            if *most == 0 {
+                            if !effort.take() {
                                 return false;
                             }
-                            *most -= 1;
                             next[used + count].push(new);
                         }
                     }
                 }
                 next.iter_mut().for_each(undominated_labels);
-                complete &= self.limit(&mut next);
+                complete &= self.limit(&mut next, effort.at_once);
                 by_count = next;
             }
             labels = by_count.pop().unwrap_or_default();
@@ -185,12 +203,12 @@ impl<'a> Expansion<'a> {
     }
 
     /// Keeps the most promising labels if there are too many; whether all were kept.
-    fn limit(&self, by_count: &mut [Vec<Label>]) -> bool {
+    fn limit(&self, by_count: &mut [Vec<Label>], most: usize) -> bool {
         let all: usize = by_count.iter().map(Vec::len).sum();
-        if all <= MOST_AT_ONCE {
+        if all <= most {
             return true;
         }
-        let share = MOST_AT_ONCE / by_count.len() / 2;
+        let share = most / by_count.len() / 2;
         for labels in by_count.iter_mut().filter(|l| l.len() > share) {
             labels.sort_by_key(|l| (self.cost(l), *l));
             labels.truncate(share.max(1));

@@ -2,11 +2,12 @@
 //! was evaluated, on the same objective.
 //!
 //! A tuple is bounded step by step, each bound dearer and closer than the one before ([`Level`]): without pricing its layers, by its menus, and by the linear relaxation of its stages,
-//! whose rounding is a plan that lowers the incumbent. Exact searches come last, below values between the bound and the incumbent if they have to ([`Effort`]): where such a
+//! whose rounding is a plan that lowers the incumbent. Exact searches come last, below values between the bound and the incumbent if they have to ([`Attempt`]): where such a
 //! search finds nothing, that value is the tuple's next bound. Pipelines that run all forward passes
 //! first (`gpipe`) cost the same as their one-forward-one-backward twin under the objective and need no less memory, so they are closed with it.
 
 use crate::bound;
+use crate::expansion::Effort;
 use crate::menu::Menus;
 use crate::prices::{Prices, Reference};
 use crate::problem::Problem;
@@ -18,6 +19,9 @@ use std::collections::{BTreeMap, BinaryHeap};
 
 /// Larger than any objective, small enough to add to.
 pub const NEVER: u64 = u64::MAX / 4;
+
+/// Labels that are followed at once where no exact search came to an end.
+const LAST_AT_ONCE: usize = 4000;
 
 /// How a tuple was closed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -112,33 +116,33 @@ enum Level {
     /// By its menus.
     Priced,
     /// By the relaxation of its stages, and by exact searches so far.
-    Solved(Effort),
+    Solved(Attempt),
 }
 
 /// What the next exact search of a tuple tries: all that is below some part, a power of a half, of the way from its bound to the incumbent. Where labels run out it
-/// takes a shorter step with more of them; near the bound few plans are hopeful.
+/// takes a shorter step with more of them; near the bound few plans are hopeful. If even that fails, the most promising of all that is below the incumbent are followed.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
-struct Effort {
+struct Attempt {
     shift: u32,
     /// How often labels ran out.
     failed: u32,
 }
 
-impl Effort {
+impl Attempt {
     const MOST_FAILED: u32 = 4;
 
-    fn labels(self) -> usize {
-        10_000 << (3 * self.failed)
+    fn effort(self, late: &dyn Fn() -> bool) -> Effort<'_> {
+        Effort { labels: 10_000 << (3 * self.failed), at_once: 50_000, late }
     }
     fn cut(self, bound: u64, objective: u64) -> u64 {
         bound + (objective.saturating_sub(bound) >> self.shift).max(1)
     }
-    fn after_success(self) -> Effort {
-        Effort { shift: self.shift.saturating_sub(1), ..self }
+    fn after_success(self) -> Attempt {
+        Attempt { shift: self.shift.saturating_sub(1), ..self }
     }
     /// Nothing if it is time to give up.
-    fn after_failure(self) -> Option<Effort> {
-        (self.failed < Effort::MOST_FAILED).then_some(Effort { shift: self.shift + 2, failed: self.failed + 1 })
+    fn after_failure(self) -> Option<Attempt> {
+        (self.failed < Attempt::MOST_FAILED).then_some(Attempt { shift: self.shift + 2, failed: self.failed + 1 })
     }
 }
 
@@ -174,13 +178,13 @@ pub fn explore_below(problem: &Problem, prices: &mut dyn Prices, cut: u64, late:
         // A dive ends with a plan, or where there is none.
         queue.extend(dive.take_if(|Reverse((bound, ..))| best.is_some() || *bound >= objective));
         let Some(Reverse((bound, level, at))) = dive.take().or_else(|| queue.pop()) else { break };
-        let late = late();
-        if bound >= objective || late && best.is_some() {
+        let is_late = late();
+        if bound >= objective || is_late && best.is_some() {
             lower_bound = (bound < objective).then_some(bound);
             queue.push(Reverse((bound, level, at)));
             break;
         }
-        let mut go_on = |entry| if late { dive = Some(Reverse(entry)) } else { queue.push(Reverse(entry)) };
+        let mut go_on = |entry| if is_late { dive = Some(Reverse(entry)) } else { queue.push(Reverse(entry)) };
         match level {
             Level::Quick => {
                 let one = Tuple { boundary: None, padding: 0, ..space[at] };
@@ -213,19 +217,19 @@ pub fn explore_below(problem: &Problem, prices: &mut dyn Prices, cut: u64, late:
                         best = Some((at, Found { menus, solution }));
                     }
                 }
-                go_on((least, Level::Solved(Effort::default()), at));
+                go_on((least, Level::Solved(Attempt::default()), at));
             }
-            Level::Solved(effort) => {
+            Level::Solved(attempt) => {
                 let (mut least, mut complete) = (NEVER, true);
                 for (priced, menus) in price(problem, prices, space[at], 0) {
                     if priced >= objective {
                         break;
                     }
                     let stages = Stages::new(&menus, &problem.layers, problem.budget);
-                    let mut found = if effort == Effort::default() { nearly_best(&stages, bound, objective) } else { None };
+                    let mut found = if attempt == Attempt::default() { nearly_best(&stages, bound, objective) } else { None };
                     objective = found.as_ref().map_or(objective, |solution| solution.objective);
                     if objective < NEVER {
-                        let below = stages.solve(effort.cut(bound, objective), effort.labels());
+                        let below = stages.solve(attempt.cut(bound, objective), &mut attempt.effort(late));
                         least = least.min(below.bound);
                         complete &= below.complete;
                         objective = below.best.as_ref().map_or(objective, |solution| solution.objective);
@@ -236,12 +240,19 @@ pub fn explore_below(problem: &Problem, prices: &mut dyn Prices, cut: u64, late:
                     }
                 }
                 least = least.max(bound);
-                let next = if complete { Some(effort.after_success()) } else { effort.after_failure() };
+                let next = if complete { Some(attempt.after_success()) } else { attempt.after_failure() };
                 match next {
                     Some(next) if least < objective => go_on((least, Level::Solved(next), at)),
                     Some(_) => how[at] = Some(How::Nothing(objective)),
                     None => {
                         // An honest gap.
+                        for (_, menus) in price(problem, prices, space[at], 0) {
+                            let mut effort = Effort { labels: usize::MAX, at_once: LAST_AT_ONCE, late };
+                            if let Some(solution) = Stages::new(&menus, &problem.layers, problem.budget).solve(objective, &mut effort).best {
+                                objective = solution.objective;
+                                best = Some((at, Found { menus, solution }));
+                            }
+                        }
                         open.push((least, at));
                         how[at] = Some(How::Nothing(objective));
                     }

@@ -10,7 +10,7 @@
 //!
 //! Bytes are counted as they are: no cells, no margin.
 
-use crate::expansion::Expansion;
+use crate::expansion::{Effort, Expansion};
 use crate::menu::Choice;
 use crate::objective::{Home, StageTime};
 use crate::outlook::{Outlook, Slope, Weights};
@@ -183,8 +183,8 @@ impl<'a> Store<'a> {
         }
     }
 
-    /// The Pareto set of a bag, `border` included in every time, as far as it can be part of a wanted plan. It takes of `labels`, and is not complete if they run out.
-    pub fn front(&self, bag: &[Group], room: u64, border: StageTime, outlook: &Outlook, labels: &mut usize) -> Front {
+    /// The Pareto set of a bag, `border` included in every time, as far as it can be part of a wanted plan. It is not complete if the effort is not enough.
+    pub fn front(&self, bag: &[Group], room: u64, border: StageTime, outlook: &Outlook, effort: &mut Effort<'_>) -> Front {
         if let [group @ Group { count: 1, .. }] = bag {
             return Front { points: self.single(group.place(), room, border, outlook), complete: true };
         }
@@ -192,7 +192,7 @@ impl<'a> Store<'a> {
         self.each_bound(bag, room, border, outlook, |shelves, free| {
             let Some((slope, price)) = steepest(bag, shelves, free, border, outlook) else { return };
             let expansion = Expansion::new(bag, shelves, free, slope, price, outlook);
-            front.complete &= expansion.run(border, &mut front.points, labels);
+            front.complete &= expansion.run(border, &mut front.points, effort);
         });
         front.points = pareto(front.points);
         front

@@ -12,7 +12,7 @@
 //!
 //! What a stage contains is a bag of layers, so stages with equal bags, room and outlook are solved once.
 
-use crate::expansion::Staircase;
+use crate::expansion::{Effort, Staircase};
 use crate::menu::{Choice, Menus};
 use crate::objective::{Home, StageTime, repeats, total};
 use crate::outlook::Outlook;
@@ -164,10 +164,10 @@ impl<'a> Stages<'a> {
         }
     }
 
-    /// The best plan below `cut`, if there is one, and so many labels are enough.
-    pub fn solve(&self, cut: u64, mut labels: usize) -> Solved {
+    /// The best plan below `cut`, if there is one, and the effort is enough.
+    pub fn solve(&self, cut: u64, effort: &mut Effort<'_>) -> Solved {
         if self.menus.tuple.virtual_stages > 1 {
-            return virtual_stages::solve(self, cut, labels);
+            return virtual_stages::solve(self, cut, effort);
         }
         let Some(candidates) = self.relaxed(cut) else { return Solved::nothing(cut) };
         let mut known: HashMap<(Rc<[Group]>, u64, StageTime, Outlook), Rc<Front>> = HashMap::new();
@@ -175,7 +175,7 @@ impl<'a> Stages<'a> {
         let best = self.combine(&candidates, cut, |store, stage, c| {
             let room = self.rooms[stage];
             let key = (Rc::clone(&c.bag), room, c.border, c.outlook);
-            let front = known.entry(key).or_insert_with(|| Rc::new(store.front(&c.bag, room, c.border, &c.outlook, &mut labels)));
+            let front = known.entry(key).or_insert_with(|| Rc::new(store.front(&c.bag, room, c.border, &c.outlook, effort)));
             complete &= front.complete;
             Rc::clone(front)
         });
@@ -187,7 +187,7 @@ impl<'a> Stages<'a> {
     /// A plan below `cut` that is nearly the best, if relaxation and rounding find one; `bound` is what the relaxation shows.
     pub fn rounded(&self, cut: u64) -> Solved {
         if self.menus.tuple.virtual_stages > 1 {
-            return virtual_stages::solve(self, cut, virtual_stages::FEW_LABELS);
+            return virtual_stages::solve(self, cut, &mut virtual_stages::little());
         }
         let Some(candidates) = self.relaxed(cut) else { return Solved::nothing(cut) };
         let best = self.combine(&candidates, cut, |store, stage, c| {

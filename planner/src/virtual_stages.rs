@@ -12,6 +12,7 @@
 //!
 //! Cuts are bounded by least shares, then by the relaxation of every stage; those that remain are solved best first: Pareto sets of all stages, combined stage by stage.
 
+use crate::expansion::Effort;
 use crate::objective::{StageTime, total};
 use crate::outlook::Outlook;
 use crate::stage::{Group, Point, Relaxed};
@@ -51,11 +52,13 @@ struct Label {
     point: Point,
 }
 
-/// Labels for a plan that need not be the best.
-pub(crate) const FEW_LABELS: usize = 100_000;
+/// For a plan that need not be the best. Time is not looked at: an answer needs some plan.
+pub(crate) fn little() -> Effort<'static> {
+    Effort { labels: 100_000, at_once: 50_000, late: &|| false }
+}
 
-/// The best plan below `cut`, if there is one, and so many labels are enough.
-pub(crate) fn solve(stages: &Stages<'_>, cut: u64, mut labels: usize) -> Solved {
+/// The best plan below `cut`, if there is one, and the effort is enough.
+pub(crate) fn solve(stages: &Stages<'_>, cut: u64, effort: &mut Effort<'_>) -> Solved {
     let mut best: Option<Solution> = None;
     let mut below = cut;
     // Cuts whose fronts were not complete, by what none of their plans is below.
@@ -64,7 +67,7 @@ pub(crate) fn solve(stages: &Stages<'_>, cut: u64, mut labels: usize) -> Solved 
         if candidate.bound >= below {
             break;
         }
-        let (found, complete) = combine(stages, &candidate, below, &mut labels);
+        let (found, complete) = combine(stages, &candidate, below, effort);
         if !complete {
             open = open.min(candidate.bound);
         }
@@ -160,7 +163,7 @@ fn outlook(stages: &Stages<'_>, relaxed: &[Relaxed], stage: usize, cut: u64) -> 
 }
 
 /// The best plan of a cut below `below`, and whether none was left out.
-fn combine(stages: &Stages<'_>, candidate: &Candidate, below: u64, labels: &mut usize) -> (Option<Solution>, bool) {
+fn combine(stages: &Stages<'_>, candidate: &Candidate, below: u64, effort: &mut Effort<'_>) -> (Option<Solution>, bool) {
     let count = candidate.bags.len();
     let constant = stages.menus.constant;
     let mut complete = true;
@@ -170,7 +173,7 @@ fn combine(stages: &Stages<'_>, candidate: &Candidate, below: u64, labels: &mut 
         let (room, border) = (stages.rooms[stage], candidate.borders[stage]);
         let outlook = outlook(stages, &candidate.relaxed, stage, below);
         let points = known.entry((Rc::clone(&candidate.bags[stage]), room, border, outlook)).or_insert_with(|| {
-            let front = stages.store.front(&candidate.bags[stage], room, border, &outlook, labels);
+            let front = stages.store.front(&candidate.bags[stage], room, border, &outlook, effort);
             complete &= front.complete;
             front.points.into()
         });

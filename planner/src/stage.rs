@@ -234,6 +234,10 @@ impl<'a> Store<'a> {
             }
             let mut before = 0;
             for &workspace in workspaces.iter().filter(|&&w| w >= least) {
+                if hopeful(&shelves, ring, workspace).is_none() {
+                    // Larger ones leave no more.
+                    break;
+                }
                 let Some(shelves) = self.shelves(bag, ring, workspace) else { continue };
                 if !news(&shelves, &mut before) {
                     continue;

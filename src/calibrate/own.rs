@@ -45,7 +45,7 @@ pub fn fit_steps(machine: &Machine, seen: &[(PlanFile, f64)]) -> Machine {
         _ => (1.0, 1.0, 1.0),
     };
     let miss = |p: &[f64]| {
-        if p.iter().any(|f| !(0.02..=50.0).contains(f)) {
+        if p.iter().any(|f| !(1e-3..=1e3).contains(f)) {
             return f64::INFINITY;
         }
         let machine = slowed(machine, factors(p));

@@ -177,7 +177,7 @@ fn a_shortage_is_of_the_devices_of_a_stage() {
     let dir = common::scratch("unlike-shortage");
     let config = dir.join("config.json");
     std::fs::write(&config, LLAMA_8B).unwrap();
-    let args = ["compile", config.to_str().unwrap(), "--cluster", "v100-16g:1+v100-32g:1", "--batch", "8", "--pin", "pp=2"];
+    let args = ["compile", config.to_str().unwrap(), "--cluster", "v100-16g:1+v100-32g:1", "--batch", "8", "--pin", "pp=2,offload=none"];
     let refused = common::dplan(&args);
     let says = String::from_utf8_lossy(&refused.stderr);
     assert!(refused.status.code() == Some(1) && says.contains("no plan fits") && !says.contains("such devices"), "{says}");

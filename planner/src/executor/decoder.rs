@@ -93,14 +93,22 @@ impl Decoder {
 
     /// Products that every token takes part in, in the MLP of a layer, on one of `t` ranks.
     pub(super) fn mlp_products(&self, block: Block, t: f64) -> Vec<Product> {
-        match (block, self.experts) {
-            (Block::Dense, _) | (Block::Routed, None) => self.mlp_of(self.ffn, t),
-            (Block::Routed, Some(experts)) => {
-                let router = Product { width: experts.count as f64, depth: self.hidden as f64 };
-                let shared = if experts.shared > 0 { self.mlp_of(experts.shared, t) } else { vec![] };
-                [vec![router], shared].concat()
-            }
+        let router = self.experts_of(block).map(|experts| Product { width: experts.count as f64, depth: self.hidden as f64 });
+        let ffn = self.common_ffn(block);
+        router.into_iter().chain(if ffn > 0 { self.mlp_of(ffn, t) } else { vec![] }).collect()
+    }
+
+    /// Experts of a layer, if it has any.
+    pub(super) fn experts_of(&self, block: Block) -> Option<Experts> {
+        match block {
+            Block::Dense => None,
+            Block::Routed => self.experts,
         }
+    }
+
+    /// Width of the MLP that all tokens take.
+    pub(super) fn common_ffn(&self, block: Block) -> u64 {
+        self.experts_of(block).map_or(self.ffn, |experts| experts.shared)
     }
 
     /// Products of one expert on one of `t` ranks.

@@ -42,22 +42,16 @@ impl Rank<'_> {
         self.executor == Executor::DeepSpeed
     }
 
-    /// Tokens of one micro-batch.
-    fn tokens(&self) -> f64 {
-        (self.model.sequence * self.layout.micro_batch) as f64 / self.layout.cp as f64
-    }
-
     fn allocated(&self, at: u64, stage: Stage) -> f64 {
         let (model, layout) = (self.model, self.layout);
-        let (t, tokens) = (layout.tp as f64, self.tokens());
+        let (t, tokens) = (layout.tp as f64, layout.tokens(model));
         let (first, last) = (at == 0, at + 1 == layout.pp);
 
         let embedding = (model.vocab * model.hidden) as f64 / t;
         let own_head = last && (model.embeddings == Embeddings::Apart || layout.pp > 1);
         let common = stage.sum(|block| model.common_parameters(block, t)) + f64::from(u8::from(first) + u8::from(own_head)) * embedding;
         let experts = stage.routed * model.expert_parameters() / (layout.ep * layout.tp) as f64;
-        let replicas = (layout.dp * layout.cp) as f64;
-        let states = self.states(common, replicas) + self.states(experts, replicas / layout.ep as f64);
+        let states = self.states(common, layout.replicas()) + self.states(experts, layout.expert_replicas());
         // Two layers are whole at a time.
         let gathered = if layout.zero >= 3 { 2.0 * 2.0 * (common + experts) / stage.layers().max(2.0) } else { 0.0 };
         // ZeRO's buckets; the optimizer with 32-bit gradients has none.
@@ -86,14 +80,14 @@ impl Rank<'_> {
     }
 
     /// Parameter, gradient, and master copy with moments, of parameters that `replicas` ranks have.
-    fn states(&self, parameters: f64, replicas: f64) -> f64 {
+    fn states(&self, parameters: f64, replicas: u64) -> f64 {
         // DeepSpeed keeps 16-bit gradients beside the 32-bit ones it updates with.
         let (gradient, state) = match (self.deepspeed(), self.layout.precision) {
             (true, Precision::Mixed) => (6.0, 12.0),
             (true, _) => (2.0, 16.0),
             (false, _) => (4.0, 12.0),
         };
-        let shards = |from: u64| if self.layout.zero >= from { replicas } else { 1.0 };
+        let shards = |from: u64| if self.layout.zero >= from { replicas as f64 } else { 1.0 };
         (2.0 / shards(3) + gradient / shards(2) + state / shards(1)) * parameters
     }
 
@@ -103,12 +97,16 @@ impl Rank<'_> {
 
     /// What unfused attention makes of queries and keys: scores, what softmax makes of them, and a mask of dropout.
     fn scores(&self) -> f64 {
-        if self.executor.flash() { 0.0 } else { 5.0 * (self.model.heads * self.model.sequence) as f64 * self.tokens() / self.layout.tp as f64 }
+        if self.executor.flash() {
+            0.0
+        } else {
+            5.0 * (self.model.heads * self.model.sequence) as f64 * self.layout.tokens(self.model) / self.layout.tp as f64
+        }
     }
 
     /// Activations of one layer and micro-batch that the backward pass reads.
     fn kept(&self, block: Block) -> f64 {
-        let (model, t, tokens, sharded) = (self.model, self.layout.tp as f64, self.tokens(), self.sharded());
+        let (model, t, tokens, sharded) = (self.model, self.layout.tp as f64, self.layout.tokens(self.model), self.sharded());
         let hidden = model.hidden as f64;
         if !self.executor.flash() {
             return tokens * (10.0 * hidden / sharded + 24.0 * hidden / t) + self.scores();
@@ -119,21 +117,15 @@ impl Rank<'_> {
             // Queries, keys, values and output; the compressed vectors are kept twice, before and after their norms.
             Some(latent) => 4.0 * model.query_width() + 4.0 * query + 4.0 * (latent.query + latent.key_value) as f64 * t,
         };
-        let narrow = match (block, model.experts) {
-            (Block::Dense, _) | (Block::Routed, None) => model.ffn as f64,
-            (Block::Routed, Some(experts)) => experts.shared as f64,
-        };
+        let narrow = model.common_ffn(block) as f64;
         let eager = self.executor == Executor::Nanotron;
         let norms = if eager { 4.0 * hidden / sharded + 4.0 * hidden } else { 8.0 * hidden / sharded };
         let unfused = if eager { 2.0 * query + 2.0 * narrow } else { 0.0 };
-        let routed = match (block, model.experts) {
-            (Block::Dense, _) | (Block::Routed, None) => 0.0,
-            // Rows as experts take them and give them back, and what is between.
-            (Block::Routed, Some(experts)) => {
-                let ffn = experts.ffn as f64 / t;
-                experts.chosen as f64 * (4.0 * hidden + 2.0 * (model.wide(ffn) + ffn))
-            }
-        };
+        // Rows as experts take them and give them back, and what is between.
+        let routed = model.experts_of(block).map_or(0.0, |experts| {
+            let ffn = experts.ffn as f64 / t;
+            experts.chosen as f64 * (4.0 * hidden + 2.0 * (model.wide(ffn) + ffn))
+        });
         tokens * (norms + (attention + 2.0 * (model.wide(narrow) + narrow) + unfused) / t + routed)
     }
 }

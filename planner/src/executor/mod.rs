@@ -39,6 +39,21 @@ pub struct Layout {
     pub precision: Precision,
 }
 
+impl Layout {
+    /// Tokens of one micro-batch on one rank.
+    fn tokens(&self, model: &Decoder) -> f64 {
+        (model.sequence * self.micro_batch) as f64 / self.cp as f64
+    }
+    /// Ranks that have the same parameters.
+    fn replicas(&self) -> u64 {
+        self.dp * self.cp
+    }
+    /// Ranks that have the same experts.
+    fn expert_replicas(&self) -> u64 {
+        (self.replicas() / self.ep).max(1)
+    }
+}
+
 /// Between the parallel parts of a layer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Activations {

@@ -88,11 +88,6 @@ impl Pass<'_> {
         self.constants.get(constant)
     }
 
-    /// Tokens of one micro-batch on one rank.
-    fn tokens(&self) -> f64 {
-        (self.model.sequence * self.layout.micro_batch) as f64 / self.layout.cp as f64
-    }
-
     fn generation(&self) -> Generation {
         Generation::of(&self.device.name)
     }
@@ -148,7 +143,7 @@ impl Pass<'_> {
     /// Forward, and backward with what is computed again.
     fn layer(&self, block: Block) -> (Layer, Layer) {
         let (model, layout) = (self.model, self.layout);
-        let (t, tokens, hidden) = (layout.tp as f64, self.tokens(), model.hidden as f64);
+        let (t, tokens, hidden) = (layout.tp as f64, self.layout.tokens(self.model), model.hidden as f64);
         let gain = match layout.precision {
             Precision::Half | Precision::Mixed | Precision::EightByRow => 1.0,
             Precision::Eight => EIGHT_BIT_GAIN,
@@ -163,19 +158,13 @@ impl Pass<'_> {
             Executor::Megatron2021 | Executor::MegatronCore | Executor::DeepSpeed | Executor::Fsdp2Compiled => Constant::ElementwiseFused,
             Executor::Fsdp2 | Executor::MosaicFsdp | Executor::Nanotron => Constant::ElementwiseEager,
         };
-        let narrow = match (block, model.experts) {
-            (Block::Dense, _) | (Block::Routed, None) => model.ffn as f64 / t,
-            (Block::Routed, Some(experts)) => experts.shared as f64 / t,
-        };
+        let narrow = model.common_ffn(block) as f64 / t;
         // Queries, keys and values of latent attention are put together from their parts.
         let joined = if model.latent.is_some() { 4.0 * (2.0 * model.query_width() + (model.heads * model.head_dim) as f64) / t } else { 0.0 };
         let traffic = (24.0 * self.get(factor) * hidden / sharded + 2.0 * (model.wide(narrow) + narrow) + joined) * tokens;
         let kernels = ELEMENTWISE_KERNELS * self.launch();
         let (elementwise, elementwise_back) = (traffic / self.bandwidth() + kernels, 1.7 * traffic / self.bandwidth() + kernels);
-        let (experts, experts_back) = match (block, model.experts) {
-            (Block::Dense, _) | (Block::Routed, None) => Default::default(),
-            (Block::Routed, Some(experts)) => self.experts(experts, gain),
-        };
+        let (experts, experts_back) = model.experts_of(block).map_or_else(Default::default, |experts| self.experts(experts, gain));
 
         // Megatron-Core passes keys and values around a ring, beside the attention to those at hand.
         let beside = if self.executor == Executor::MegatronCore { attention } else { 0.0 };
@@ -218,7 +207,7 @@ impl Pass<'_> {
         let (model, layout) = (self.model, self.layout);
         let t = layout.tp as f64;
         // Tokens are spread evenly over experts.
-        let rows = self.tokens() * experts.chosen as f64;
+        let rows = self.layout.tokens(self.model) * experts.chosen as f64;
         let here = (experts.count as f64 / layout.ep as f64).max(1.0);
         let (forward, backward) = self.products(here, rows / here, &model.expert_products(experts, t), gain);
         let (hidden, narrow) = (model.hidden as f64, experts.ffn as f64 / t);
@@ -283,7 +272,7 @@ impl Pass<'_> {
         if self.layout.tp == 1 {
             return 0.0;
         }
-        let bytes = 2.0 * self.tokens() * self.model.hidden as f64;
+        let bytes = 2.0 * self.layout.tokens(self.model) * self.model.hidden as f64;
         let one = match self.layout.activations {
             Activations::Replicated => self.tensor_time(Pattern::AllReduce, bytes),
             Activations::Sharded => self.tensor_time(Pattern::AllGather, bytes) + self.tensor_time(Pattern::ReduceScatter, bytes),
@@ -315,7 +304,8 @@ impl Pass<'_> {
     fn head(&self) -> f64 {
         let vocab = self.model.vocab as f64 / self.layout.tp as f64;
         let bytes = if self.executor == Executor::Nanotron { EAGER_LOGITS } else { FUSED_LOGITS };
-        3.0 * self.product(1.0, self.tokens(), vocab, self.model.hidden as f64, 1.0) + self.sweep(bytes * self.tokens() * vocab)
+        3.0 * self.product(1.0, self.layout.tokens(self.model), vocab, self.model.hidden as f64, 1.0)
+            + self.sweep(bytes * self.layout.tokens(self.model) * vocab)
     }
 
     /// Parameters of a stage on one rank that all ranks with other data have too, and its experts'.
@@ -334,16 +324,7 @@ impl Pass<'_> {
     fn updated(&self, stage: Stage) -> f64 {
         let (common, experts) = self.parameters(stage);
         let shards = |replicas: u64| if self.layout.zero >= 1 { replicas as f64 } else { 1.0 };
-        common / shards(self.replicas()) + experts / shards(self.expert_replicas())
-    }
-
-    /// Ranks that have the same experts.
-    fn expert_replicas(&self) -> u64 {
-        self.replicas() / self.layout.ep
-    }
-
-    fn replicas(&self) -> u64 {
-        self.layout.dp * self.layout.cp
+        common / shards(self.layout.replicas()) + experts / shards(self.layout.expert_replicas())
     }
 
     /// Tensor-parallel groups of a node; a part of one counts as one.
@@ -361,7 +342,7 @@ impl Pass<'_> {
     fn synchronisation(&self, stage: Stage, of: impl Fn(Block) -> (Layer, Layer)) -> f64 {
         let (common, experts) = self.parameters(stage);
         if self.executor.megatron() && self.layout.zero < 3 {
-            return self.once(common, self.replicas()) + self.once(experts, self.expert_replicas());
+            return self.once(common, self.layout.replicas()) + self.once(experts, self.layout.expert_replicas());
         }
         self.layout.micro_batches as f64 * stage.sum(|block| self.every_time(block, of(block)))
     }
@@ -390,7 +371,7 @@ impl Pass<'_> {
     /// One layer's parameters gathered and its gradients scattered for each micro-batch.
     fn every_time(&self, block: Block, (ahead, back): (Layer, Layer)) -> f64 {
         let routed = if block == Block::Routed { self.own_experts() } else { 0.0 };
-        let parts = [(self.model.common_parameters(block, self.layout.tp as f64), self.replicas()), (routed, self.expert_replicas())];
+        let parts = [(self.model.common_parameters(block, self.layout.tp as f64), self.layout.replicas()), (routed, self.layout.expert_replicas())];
         let transfers = |near: bool| {
             let mut both = (0.0, 0.0);
             for (parameters, replicas) in parts.into_iter().filter(|&(parameters, replicas)| replicas > 1 && parameters > 0.0) {
@@ -417,7 +398,7 @@ impl Pass<'_> {
         if layout.pp == 1 {
             return 0.0;
         }
-        let whole = 2.0 * self.tokens() * self.model.hidden as f64;
+        let whole = 2.0 * self.layout.tokens(self.model) * self.model.hidden as f64;
         let one_node = layout.dp * layout.tp * layout.pp * layout.cp <= self.machine.per_node;
         let (m, fill) = (layout.micro_batches as f64, 2.0 * (layout.pp as f64 - 1.0));
         let inside = |bytes: f64| message_seconds(self.machine.intra, bytes);

@@ -31,6 +31,15 @@ pub struct Choice {
     pub workspace: u64,
 }
 
+#[cfg(test)]
+impl Choice {
+    /// One that takes and keeps so much, wherever its layer is.
+    pub(crate) fn that_takes(StageTime { time, end }: StageTime, states: u64, workspace: u64, ring: u64) -> Choice {
+        let terms = LayerTerms { forward: 0, time, weight: 0, end, states, ring };
+        Choice { offer: 0, states: States::default(), terms: [terms; 3], shares: [StageTime { time, end }; 3], frame: 0, held: 0, workspace }
+    }
+}
+
 impl Choice {
     pub fn terms(&self, home: Home) -> &LayerTerms {
         &self.terms[home as usize]

@@ -101,7 +101,7 @@ impl<'a> Store<'a> {
     /// Bounds on every way of running a bag in so much room; nothing if there is none.
     pub fn relaxed(&self, bag: &[Group], room: u64) -> Option<Relaxed> {
         let mut best: Option<Relaxed> = None;
-        let (mut rings_before, mut before) = (0, 0);
+        let mut rings_before = 0;
         let all = self.shelves(bag, u64::MAX, u64::MAX)?;
         let workspaces = self.values(bag, |l| l.workspace);
         for ring in self.values(bag, |l| l.ring) {
@@ -113,6 +113,8 @@ impl<'a> Store<'a> {
                 continue;
             }
             let least = least_workspace(&shelves);
+            // Of this ring: as many under another may be others.
+            let mut before = 0;
             let mut within = |best: &mut Option<Relaxed>, workspace: u64| {
                 if let Some(narrow) = self.shelves(bag, ring, workspace)
                     && news(&narrow, &mut before)
@@ -410,4 +412,54 @@ fn sizes(menu: &[Choice], home: Home, slots: Slots) -> Vec<Load> {
         }
     }
     kept
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use dplan_ir::splitmix;
+
+    /// Against all ways of all layers, where each has its own workspace and ring.
+    #[test]
+    fn no_way_of_running_a_bag_is_better_than_its_relaxation() {
+        let (mut random, mut kept) = (3, 0);
+        for _ in 0..20_000 {
+            let mut draw = |from: u64, to: u64| from + splitmix::next(&mut random) % (to - from);
+            let repeats = draw(1, 5);
+            let mut menu = |_| -> Vec<Choice> {
+                let count = draw(1, 6);
+                (0..count)
+                    .map(|_| Choice::that_takes(StageTime { time: draw(1, 100), end: draw(0, 50) }, draw(1, 60), draw(0, 4) * 9, draw(0, 4) * 9))
+                    .collect()
+            };
+            let menus: Vec<Vec<Choice>> = (0..2).map(&mut menu).collect();
+            let room = draw(20, 200);
+            let group = |row: usize, count: usize| Group { row, home: Home::Together, slots: Slots { frames: 1, held: 0 }, count };
+            let bag = if draw(0, 3) == 0 { vec![group(0, 1)] } else { vec![group(0, draw(1, 3) as usize), group(1, 1)] };
+            let layers = bag.iter().flat_map(|group| std::iter::repeat_n(group, group.count));
+            let mut ways = vec![Load::default()];
+            for group in layers {
+                let loads: Vec<Load> = menus[group.row].iter().map(|choice| Load::of(choice, group.home, group.slots)).collect();
+                let with = |a: &Load, b: &Load| Load {
+                    time: a.time + b.time,
+                    end: a.end + b.end,
+                    bytes: a.bytes + b.bytes,
+                    workspace: a.workspace.max(b.workspace),
+                    ring: a.ring.max(b.ring),
+                };
+                ways = ways.iter().flat_map(|a| loads.iter().map(move |b| with(a, b))).collect();
+            }
+            ways.retain(|way| way.arena() <= room);
+            let store = Store::new(&menus, repeats);
+            for found in [store.relaxed(&bag, room), store.loose(&bag, room)] {
+                for way in &ways {
+                    let bound = found.unwrap_or_else(|| panic!("{bag:?} fits in {room}: {way:?}"));
+                    assert!(bound.time <= way.time && bound.end <= way.end, "{bound:?} of {bag:?} in {room}, and {way:?}");
+                    assert!(bound.joint <= repeats * way.time + way.end, "{bound:?} of {bag:?} in {room}, and {way:?}");
+                    kept += 1;
+                }
+            }
+        }
+        assert!(kept > 100_000, "{kept}");
+    }
 }

@@ -178,7 +178,7 @@ impl<'a> Planner<'a> {
         // Memory asks for it: that of the host if there is enough, else files.
         let asks = match &outcome.best {
             None => outcome.statistics.proved && !self.problem.pins.offload.is_pinned(),
-            Some(found) => self.problem.pins == Pins::default() && self.offloaded_is_quicker(found.solution.objective, &late),
+            Some(found) => !late() && self.problem.pins == Pins::default() && self.offloaded_is_quicker(found.solution.objective, &late),
         };
         if asks && !late() {
             outcome = self.widened(outcome, solver, &late)?;

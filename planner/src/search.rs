@@ -179,7 +179,8 @@ pub fn explore_below(problem: &Problem, prices: &mut dyn Prices, cut: u64, late:
         queue.extend(dive.take_if(|Reverse((bound, ..))| best.is_some() || *bound >= objective));
         let Some(Reverse((bound, level, at))) = dive.take().or_else(|| queue.pop()) else { break };
         let is_late = late();
-        if bound >= objective || is_late && best.is_some() {
+        // Out of time, any plan will do, and none is asked for below a cut.
+        if bound >= objective || is_late && objective < NEVER {
             lower_bound = (bound < objective).then_some(bound);
             queue.push(Reverse((bound, level, at)));
             break;
@@ -226,16 +227,13 @@ pub fn explore_below(problem: &Problem, prices: &mut dyn Prices, cut: u64, late:
                         break;
                     }
                     let stages = Stages::new(&menus, &problem.layers, problem.budget);
-                    let mut found = if attempt == Attempt::default() { nearly_best(&stages, bound, objective) } else { None };
+                    let found = if attempt == Attempt::default() { nearly_best(&stages, bound, objective) } else { None };
                     objective = found.as_ref().map_or(objective, |solution| solution.objective);
-                    if objective < NEVER {
-                        let below = stages.solve(attempt.cut(bound, objective), &mut attempt.effort(late));
-                        least = least.min(below.bound);
-                        complete &= below.complete;
-                        objective = below.best.as_ref().map_or(objective, |solution| solution.objective);
-                        found = below.best.or(found);
-                    }
-                    if let Some(solution) = found {
+                    let below = stages.solve(attempt.cut(bound, objective), &mut attempt.effort(late));
+                    least = least.min(below.bound);
+                    complete &= below.complete;
+                    objective = below.best.as_ref().map_or(objective, |solution| solution.objective);
+                    if let Some(solution) = below.best.or(found) {
                         best = Some((at, Found { menus, solution }));
                     }
                 }
@@ -246,7 +244,10 @@ pub fn explore_below(problem: &Problem, prices: &mut dyn Prices, cut: u64, late:
                     Some(_) => how[at] = Some(How::Nothing(objective)),
                     None => {
                         // An honest gap.
-                        for (_, menus) in price(problem, prices, space[at], 0) {
+                        for (priced, menus) in price(problem, prices, space[at], 0) {
+                            if priced >= objective {
+                                break;
+                            }
                             let mut effort = Effort { labels: usize::MAX, at_once: LAST_AT_ONCE, late };
                             if let Some(solution) = Stages::new(&menus, &problem.layers, problem.budget).solve(objective, &mut effort).best {
                                 objective = solution.objective;
@@ -254,16 +255,15 @@ pub fn explore_below(problem: &Problem, prices: &mut dyn Prices, cut: u64, late:
                             }
                         }
                         open.push((least, at));
-                        how[at] = Some(How::Nothing(objective));
                     }
                 }
             }
         }
     }
     for (bound, at) in open {
+        how[at] = Some(if bound < objective { How::Open(bound) } else { How::Nothing(objective) });
         if bound < objective {
             lower_bound = Some(lower_bound.map_or(bound, |b: u64| b.min(bound)));
-            how[at] = Some(How::Open(bound));
         }
     }
     let proved = lower_bound.is_none();

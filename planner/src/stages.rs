@@ -192,7 +192,7 @@ impl<'a> Stages<'a> {
         let Some(candidates) = self.relaxed(cut) else { return Solved::nothing(cut) };
         let best = self.combine(&candidates, cut, |store, stage, c| {
             let relaxed = self.relax(stage, &c.bag);
-            let points = relaxed.map(|relaxed| store.rounded(&c.bag, self.rooms[stage], c.border, &Outlook { cut, ..c.outlook }, &relaxed));
+            let points = relaxed.map(|relaxed| store.rounded(&c.bag, self.rooms[stage], c.border, &c.outlook, &relaxed));
             Rc::new(Front { points: points.unwrap_or_default(), complete: true })
         });
         Solved { best, bound: floor(&candidates, cut), complete: true }

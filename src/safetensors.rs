@@ -122,6 +122,7 @@ pub fn decode(dtype: DType, bytes: &[u8], index: usize) -> f64 {
 /// Stores `value`, rounded to `dtype`, as element `index` of little-endian `bytes`.
 pub fn encode(dtype: DType, value: f64, bytes: &mut [u8], index: usize) {
     let at = index * dtype.size() as usize;
+    // Short types by way of f32, as a step rounds masters: `half` leaves out the last bits of an f64, and so rounds some the other way.
     match dtype {
         DType::F64 => bytes[at..at + 8].copy_from_slice(&value.to_le_bytes()),
         DType::F32 => bytes[at..at + 4].copy_from_slice(&(value as f32).to_le_bytes()),

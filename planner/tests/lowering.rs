@@ -51,6 +51,7 @@ fn the_arena_is_the_formula_to_the_byte() {
             let parts = [formula.scalars, formula.states, formula.frames, formula.boundary, formula.workspace, formula.ring];
             assert_eq!(program.regions.iter().map(|r| r.bytes).collect::<Vec<_>>(), parts, "{what} stage {s}");
             assert_eq!(program.host_bytes, formula.host, "{what} stage {s}");
+            assert_eq!(program.file_bytes, formula.file, "{what} stage {s}");
             assert_eq!(program.arena_bytes, formula.total(), "{what} stage {s}");
         }
     }

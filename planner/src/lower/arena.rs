@@ -20,7 +20,7 @@ use dplan_ir::mesh::AxisSet;
 use dplan_ir::plan::{Offload, States, Zero};
 use dplan_ir::program::{Bucket, Buffer, Content, Member, Region, Role, Scalar, Space, StageProgram, align};
 use dplan_ir::sharded::Stmt;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 /// Buffers of single parameters: the blocks that ops read and add gradients to.
 pub(super) type Members = BTreeMap<(Role, ParamId), BufferId>;
@@ -444,10 +444,10 @@ impl Arena {
             nth += u64::from(offset > start);
         }
         let mut turns = (0..2).cycle();
-        let elsewhere: BTreeSet<BufferId> = self.away.iter().map(|a| a.0).collect();
         for home in 0..self.homes.len() {
             let of = &self.homes[home];
-            let offloaded: Vec<(Role, BufferId)> = of.roles.iter().filter(|(_, b)| elsewhere.contains(b)).map(|(&r, &b)| (r, b)).collect();
+            let offloaded: Vec<(Role, BufferId)> =
+                of.roles.iter().filter(|(r, _)| space(**r, of.offload) != Space::Device).map(|(&r, &b)| (r, b)).collect();
             let (bucket, mut offset) = (of.bucket, at + if offloaded.is_empty() { 0 } else { turn * turns.next().unwrap_or(0) });
             for (role, kept) in offloaded {
                 let Content::Flat { pieces, .. } = self.program.buffers[kept].content else { continue };

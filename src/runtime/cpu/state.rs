@@ -14,7 +14,7 @@ use dplan_ir::program::{Bucket, Content, Instr, Issue, Member, Program, Role, Sp
 use super::arena::{Arena, Slot};
 use crate::fingerprint::{Digest, digest};
 use crate::runtime::block::Block;
-use half::{bf16, f16};
+use crate::safetensors;
 use std::io;
 
 /// Writes a logical tensor into every rank's buffers of `role` that hold parts of it.
@@ -65,28 +65,16 @@ pub unsafe fn gather(graph: &Graph, program: &Program, arenas: &[Arena], role: R
     outcome.map(|()| values)
 }
 
-/// Elements as a rank's memory has them.
+/// Elements as a rank's memory has them, which is as files of weights do.
 fn encode(dtype: DType, values: &[f64], bytes: &mut Vec<u8>) {
     bytes.clear();
-    // Short types by way of f32, as a step rounds masters: `half` leaves out the last bits of an f64, and so rounds some the other way.
-    match dtype {
-        DType::F32 => values.iter().for_each(|v| bytes.extend_from_slice(&(*v as f32).to_le_bytes())),
-        DType::F64 => values.iter().for_each(|v| bytes.extend_from_slice(&v.to_le_bytes())),
-        DType::Bf16 => values.iter().for_each(|v| bytes.extend_from_slice(&bf16::from_f32(*v as f32).to_le_bytes())),
-        DType::F16 => values.iter().for_each(|v| bytes.extend_from_slice(&f16::from_f32(*v as f32).to_le_bytes())),
-        DType::I32 => values.iter().for_each(|v| bytes.extend_from_slice(&(*v as i32).to_le_bytes())),
-    }
+    bytes.resize(values.len() * dtype.size() as usize, 0);
+    values.iter().enumerate().for_each(|(at, &value)| safetensors::encode(dtype, value, bytes, at));
 }
 
 /// The inverse of [`encode`].
 fn decode(dtype: DType, bytes: &[u8], values: &mut [f64]) {
-    match dtype {
-        DType::F32 => values.iter_mut().zip(bytes.as_chunks().0).for_each(|(v, b)| *v = f64::from(f32::from_le_bytes(*b))),
-        DType::F64 => values.iter_mut().zip(bytes.as_chunks().0).for_each(|(v, b)| *v = f64::from_le_bytes(*b)),
-        DType::Bf16 => values.iter_mut().zip(bytes.as_chunks().0).for_each(|(v, b)| *v = bf16::from_le_bytes(*b).to_f64()),
-        DType::F16 => values.iter_mut().zip(bytes.as_chunks().0).for_each(|(v, b)| *v = f16::from_le_bytes(*b).to_f64()),
-        DType::I32 => values.iter_mut().zip(bytes.as_chunks().0).for_each(|(v, b)| *v = f64::from(i32::from_le_bytes(*b))),
-    }
+    values.iter_mut().enumerate().for_each(|(at, value)| *value = safetensors::decode(dtype, bytes, at));
 }
 
 /// What one rank has of one logical tensor: elements `from .. from + count` of a block of it, padding left out, in row-major order.

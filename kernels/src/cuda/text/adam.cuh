@@ -13,4 +13,3 @@ DP_DEVICE acc dp_direction(const Adam& a, acc g, acc& m, acc& v) {
     m = a.b1 * m + a.c1 * g, v = a.b2 * v + a.c2 * g * g;
     return a.step * m / (dp_sqrt(v) * a.root + a.eps);
 }
-

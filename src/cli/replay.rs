@@ -73,7 +73,7 @@ fn summary_json(scores: &Scores, constants: &Constants, refit: Option<&Refit>) -
     json!({
         "all": score_json(&scores.all),
         "sources": sources,
-        "pairs": { "different": scores.pairs, "right_order": scores.ordered },
+        "pairs": { "different": scores.pairs.different, "right_order": scores.pairs.right, "repeated": scores.pairs.repeated },
         "fits": { "right": scores.fits_right, "wrong": scores.fits_wrong, "borderline": scores.fits_borderline },
         "constants": named,
         "left_out_mape": refit.map(|r| &r.left_out),
@@ -142,11 +142,12 @@ fn text(priced: &[Priced<'_>], scores: &Scores, constants: &Constants, refit: Op
     line("all", &scores.all, None);
     let share = |n: usize, of: usize| if of == 0 { 0.0 } else { n as f64 / of as f64 * 100.0 };
     output::say!(
-        "pairs of layouts more than {:.0} % apart: {} of {} in the right order ({:.1} %)",
+        "pairs of layouts more than {:.0} % apart: {} of {} in the right order ({:.1} %); {} pairs as far apart are one layout measured twice",
         replay::DIFFERENT * 100.0,
-        scores.ordered,
-        scores.pairs,
-        share(scores.ordered, scores.pairs)
+        scores.pairs.right,
+        scores.pairs.different,
+        share(scores.pairs.right, scores.pairs.different),
+        scores.pairs.repeated
     );
     output::say!(
         "whether it fits: {} right, {} wrong, {} within {:.0} % of the capacity",

@@ -9,7 +9,7 @@ mod score;
 
 pub use refit::{Refit, refit};
 pub use row::read;
-pub use score::{BORDERLINE, DIFFERENT, Score, Scores, score};
+pub use score::{BORDERLINE, DIFFERENT, Pairs, Score, Scores, score};
 
 use dplan_planner::executor::{Constant, Constants, Decoder, Executor, Layout, Memory, Step, line_rate, memory, price};
 use dplan_planner::machine::{Link, Machine};
@@ -83,6 +83,10 @@ impl Run {
                 price(&line_rate(bits, self.machine.per_node).under(self.machine.clone()))
             }
         }
+    }
+    /// Whether two runs are one layout of one model, run by one executor over one network.
+    pub fn is_laid_out_as(&self, other: &Run) -> bool {
+        (&self.model, &self.layout, self.executor, self.fabric) == (&other.model, &other.layout, other.executor, other.fabric)
     }
     pub fn memory(&self) -> Option<Memory> {
         if self.states_known { memory(&self.model, &self.layout, self.executor) } else { None }

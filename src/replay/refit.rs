@@ -63,8 +63,8 @@ fn descend(sources: &BTreeMap<&str, Vec<&Row>>, left_out: Option<&str>) -> Const
             kept.flat_map(|(_, rows)| rows.iter().filter_map(|r| Some((*r, r.run.as_ref().ok()?.step(c).seconds())))).collect();
         let mut all: Vec<f64> = runs.iter().filter_map(|(row, predicted)| Some((predicted / row.measured.seconds? - 1.0).abs())).collect();
         all.sort_by(f64::total_cmp);
-        let (different, right) = pairs(runs.into_iter());
-        let disorder = (different - right) as f64 / different.max(1) as f64;
+        let pairs = pairs(runs.into_iter());
+        let disorder = (pairs.different - pairs.right) as f64 / pairs.different.max(1) as f64;
         by_source + all.get(all.len() / 2).map_or(0.0, |median| median / MEDIAN_AIM) + disorder / DISORDER_AIM
     };
     let mut constants = Constants::FITTED;

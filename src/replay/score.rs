@@ -1,6 +1,6 @@
 //! How far predictions are from measurements: by source, and over pairs of layouts.
 
-use super::{Priced, Row};
+use super::{Priced, Row, Run};
 use std::collections::BTreeMap;
 
 /// Demand this near capacity is no verdict.
@@ -28,9 +28,7 @@ pub struct Score {
 pub struct Scores {
     pub sources: BTreeMap<String, Score>,
     pub all: Score,
-    /// Pairs that differ, and those of them in the right order.
-    pub pairs: usize,
-    pub ordered: usize,
+    pub pairs: Pairs,
     /// Rows whose memory was priced and whose end is known: right, wrong, too near to say.
     pub fits_right: usize,
     pub fits_wrong: usize,
@@ -44,7 +42,7 @@ pub fn score(priced: &[Priced<'_>]) -> Scores {
     }
     let sources = by_source.iter().map(|(source, rows)| (source.clone(), of(rows))).collect();
     let mut scores = Scores { sources, all: of(&priced.iter().collect::<Vec<_>>()), ..Scores::default() };
-    (scores.pairs, scores.ordered) = pairs(priced.iter().filter_map(|p| Some((p.row, p.seconds?))));
+    scores.pairs = pairs(priced.iter().filter_map(|p| Some((p.row, p.seconds?))));
     for p in priced {
         let ended = p.row.measured.out_of_memory || p.row.measured.seconds.is_some();
         match (p.fits, p.margin()) {
@@ -74,26 +72,46 @@ fn of(rows: &[&Priced<'_>]) -> Score {
     }
 }
 
-/// Of runs and their predicted seconds: pairs of one group that differ, and those of them in the right order.
-pub(super) fn pairs<'a>(runs: impl Iterator<Item = (&'a Row, f64)>) -> (usize, usize) {
-    let mut groups: BTreeMap<&str, Vec<(f64, f64)>> = BTreeMap::new();
+/// Pairs of layouts of one group whose measured throughput differs by more than [`DIFFERENT`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Pairs {
+    pub different: usize,
+    /// Those of them that are predicted in the right order.
+    pub right: usize,
+    /// One layout measured twice, this far apart: nothing to rank, and how far measurements themselves can be trusted.
+    pub repeated: usize,
+}
+
+/// Of runs and their predicted seconds.
+pub(super) fn pairs<'a>(runs: impl Iterator<Item = (&'a Row, f64)>) -> Pairs {
+    struct Rates<'a> {
+        run: &'a Run,
+        predicted: f64,
+        measured: f64,
+    }
+    let mut groups: BTreeMap<&str, Vec<Rates<'_>>> = BTreeMap::new();
     for (row, predicted) in runs {
         if let (Ok(run), Some(measured)) = (&row.run, row.measured.seconds) {
-            groups.entry(&row.group).or_default().push((run.tokens() / predicted, run.tokens() / measured));
+            groups.entry(&row.group).or_default().push(Rates { run, predicted: run.tokens() / predicted, measured: run.tokens() / measured });
         }
     }
-    let (mut different, mut right) = (0, 0);
+    let mut pairs = Pairs::default();
     for runs in groups.values() {
         for (i, a) in runs.iter().enumerate() {
             for b in &runs[i + 1..] {
-                if (a.1 / b.1).max(b.1 / a.1) > 1.0 + DIFFERENT {
-                    different += 1;
-                    right += usize::from((a.0 > b.0) == (a.1 > b.1));
+                if (a.measured / b.measured).max(b.measured / a.measured) <= 1.0 + DIFFERENT {
+                    continue;
                 }
+                if a.run.is_laid_out_as(b.run) {
+                    pairs.repeated += 1;
+                    continue;
+                }
+                pairs.different += 1;
+                pairs.right += usize::from(a.predicted.total_cmp(&b.predicted) == a.measured.total_cmp(&b.measured));
             }
         }
     }
-    (different, right)
+    pairs
 }
 
 fn mean(values: &[f64]) -> Option<f64> {

@@ -15,7 +15,7 @@
 
 use crate::entity::{NodeId, ParamId, Table, ValueId};
 use crate::graph::{Def, Graph, Node, Phase, Type, Value};
-use crate::op::{Correction, Op, Rope, Rotation, Spec};
+use crate::op::{Attention, Correction, Documents, Op, Rope, Rotation, Spec};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Why a graph has no derivative.
@@ -106,6 +106,9 @@ fn has_derivative(op: &Op, at: usize) -> bool {
         Op::Embed | Op::CeStats | Op::Dispatch | Op::Undispatch => at == 0,
         Op::ExpertEinsum(_) | Op::AddExpertBias => at < 2,
         Op::ExpertBiasGrad => at == 0,
+        Op::Attention(_) => at < 3,
+        Op::AttentionSink(_) => at < 4,
+        Op::AttentionGrad(_) => at < 6,
         Op::CeStatsGrad => at != 1,
         Op::EmbedGrad => at == 1,
         Op::Einsum(_)
@@ -126,13 +129,10 @@ fn has_derivative(op: &Op, at: usize) -> bool {
         | Op::LayerNormGradInput { .. }
         | Op::LayerNormGradWeight { .. }
         | Op::Rope(_)
-        | Op::Attention(_)
-        | Op::AttentionGrad(_)
         | Op::AddPosition
         | Op::AddPositionGrad
         | Op::Mean
         | Op::MeanGrad
-        | Op::AttentionSink(_)
         | Op::SinkGrad
         | Op::Append
         | Op::AppendGradHead
@@ -194,6 +194,10 @@ impl Backward {
             return Err(GradError::Results { result: name_of(self, odd) });
         }
         let dy = self.cotangents[&y(0)];
+        let attended = |a: &Attention, first: usize| -> Vec<ValueId> {
+            let first = (a.mask.documents == Documents::Apart).then(|| x(first));
+            [x(0), x(1), x(2), y(0), y(1), dy].into_iter().chain(first).collect()
+        };
         match &node.op {
             Op::Einsum(spec) => {
                 for at in [0, 1] {
@@ -238,9 +242,9 @@ impl Backward {
                 };
                 self.emit(id, Op::Rope(Rope { rotation, ..rope.clone() }), &[dy], &[0]);
             }
-            Op::Attention(a) => self.emit(id, Op::AttentionGrad(*a), &[x(0), x(1), x(2), y(0), y(1), dy], &[0, 1, 2]),
+            Op::Attention(a) => self.emit(id, Op::AttentionGrad(*a), &attended(a, 3), &[0, 1, 2]),
             Op::AttentionSink(a) => {
-                self.emit(id, Op::AttentionGrad(*a), &[x(0), x(1), x(2), y(0), y(1), dy], &[0, 1, 2]);
+                self.emit(id, Op::AttentionGrad(*a), &attended(a, 4), &[0, 1, 2]);
                 self.emit(id, Op::SinkGrad, &[x(3), y(0), y(1), dy], &[3]);
             }
             Op::Append => {

@@ -40,7 +40,7 @@ pub fn arity(op: &Op) -> (usize, usize) {
         | Op::Append
         | Op::ExpertBiasGrad => (2, 1),
         Op::GatedGrad(_) => (3, 2),
-        Op::Attention(_) => (3, 2),
+        Op::Attention(a) => (a.mask.operands(3), 2),
         Op::RmsNormGradInput { .. }
         | Op::LayerNorm { .. }
         | Op::LayerNormGradInput { .. }
@@ -49,9 +49,9 @@ pub fn arity(op: &Op) -> (usize, usize) {
         | Op::AddExpertBias
         | Op::CombineGradGate => (3, 1),
         Op::SinkGrad => (4, 1),
-        Op::AttentionSink(_) => (4, 2),
+        Op::AttentionSink(a) => (a.mask.operands(4), 2),
         Op::CeStatsGrad => (5, 1),
-        Op::AttentionGrad(_) => (6, 3),
+        Op::AttentionGrad(a) => (a.mask.operands(6), 3),
     }
 }
 
@@ -146,7 +146,7 @@ pub fn check(op: &Op, ins: &[&Type], outs: &[&Type]) -> Result<(), String> {
             }
         }
         let integer = ty.dtype == DType::I32;
-        if integer != is_index(op, side == "operand", at) {
+        if integer != (side == "operand" && is_index(op, at)) {
             return Err(format!("{side} {at} is {}", ty.dtype));
         }
         if let Layout::TopK { .. } = ty.layout
@@ -158,14 +158,16 @@ pub fn check(op: &Op, ins: &[&Type], outs: &[&Type]) -> Result<(), String> {
     Ok(())
 }
 
-/// Operands that are token ids.
-fn is_index(op: &Op, operand: bool, at: usize) -> bool {
-    operand
-        && match op {
-            Op::Embed | Op::CeStats | Op::CeStatsGrad => at == 1,
-            Op::EmbedGrad => at == 0,
-            _ => false,
-        }
+/// Whether operand `at` is of whole numbers: token ids or positions.
+pub fn is_index(op: &Op, at: usize) -> bool {
+    match op {
+        Op::Embed | Op::CeStats | Op::CeStatsGrad => at == 1,
+        Op::EmbedGrad => at == 0,
+        Op::Attention(_) => at == 3,
+        Op::AttentionSink(_) => at == 4,
+        Op::AttentionGrad(_) => at == 6,
+        _ => false,
+    }
 }
 
 /// Ops that may touch values in top-k layout.

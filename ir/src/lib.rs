@@ -11,6 +11,7 @@
 pub mod build;
 pub mod cost;
 pub mod data;
+pub mod documents;
 pub mod dropout;
 pub mod dtype;
 pub mod entity;

@@ -83,18 +83,42 @@ impl Rope {
     }
 }
 
+/// Whether tokens see other documents of their sequence.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Documents {
+    Joined,
+    /// No query sees a key before the first position of its own document, which one more operand has, the last: `first[b,s]`. It is no later than the query's own
+    /// position, and never decreases along a sequence.
+    Apart,
+}
+
 /// Which keys a query sees.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Mask {
     pub causal: bool,
     /// With a window of `w`, position `i` sees keys `i-w+1 ..= i`.
     pub window: Option<u64>,
+    pub documents: Documents,
 }
 
 impl Mask {
-    /// Whether the query at position `query` sees the key at position `key`.
-    pub fn sees(&self, query: u64, key: u64) -> bool {
-        (!self.causal || key <= query) && self.window.is_none_or(|w| key <= query && query < key + w)
+    /// Each query sees itself and all before it.
+    pub const CAUSAL: Mask = Mask { causal: true, ..Mask::FULL };
+    /// Each query sees every key.
+    pub const FULL: Mask = Mask { causal: false, window: None, documents: Documents::Joined };
+
+    /// Whether the query at position `query`, whose document begins at position `first`, sees the key at position `key`.
+    pub fn sees(&self, query: u64, first: u64, key: u64) -> bool {
+        let before = key <= query;
+        (!self.causal || before) && self.window.is_none_or(|w| before && query < key + w) && (self.documents == Documents::Joined || first <= key)
+    }
+    /// Whether no query sees a key behind it.
+    pub fn looks_back(&self) -> bool {
+        self.causal || self.window.is_some()
+    }
+    /// Operands of an attention that has this mask, of so many otherwise.
+    pub fn operands(&self, others: usize) -> usize {
+        others + usize::from(self.documents == Documents::Apart)
     }
 }
 
@@ -259,7 +283,8 @@ pub enum Op {
     LayerNormGradWeight { eps: f64 },
     /// `(x[b,s,…,d]) → x rotated by its position in dim 1`.
     Rope(Rope),
-    /// `(q[b,s,g,r,d], k[b,t,g,d], v[b,t,g,e]) → (o[b,s,g,r,e], lse[b,s,g,r])`. `g` are key/value heads, `r` query heads of each.
+    /// `(q[b,s,g,r,d], k[b,t,g,d], v[b,t,g,e]) → (o[b,s,g,r,e], lse[b,s,g,r])`. `g` are key/value heads, `r` query heads of each. Here and in the next two,
+    /// `first[b,s]` comes last where documents are apart ([`Documents`]).
     /// Padding heads (`g` or `r` at or beyond its logical size) give o = 0 and lse = 0: a softmax of zero scores would not be zero.
     Attention(Attention),
     /// `(q, k, v, o, lse, do) → (dq, dk, dv)`. The derivative of `Attention` and, as its lse has the sink in it, of `AttentionSink`.

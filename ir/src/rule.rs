@@ -10,7 +10,7 @@
 //! A factor that is `Whole` cannot be split. A factor that is `pad`-able keeps its meaning when its dim grows by zero elements.
 
 use crate::mesh::AxisSet;
-use crate::op::{Correction, Op};
+use crate::op::{Attention, Correction, Documents, Op};
 use crate::sharding::{Monoid, Sharding};
 
 /// A letter.
@@ -165,13 +165,15 @@ pub fn rule(op: &Op, in_ranks: &[usize], out_ranks: &[usize]) -> Rule {
                 }
             })
         }
-        Op::Attention(_) => fixed(&["bsgrd", "btgd", "btge"], &["bsgre", "bsgr"], &attention_split),
-        Op::AttentionSink(_) => fixed(&["bsgrd", "btgd", "btge", "gr"], &["bsgre", "bsgr"], &attention_split),
+        Op::Attention(a) => fixed(&masked(a, &["bsgrd", "btgd", "btge"]), &["bsgre", "bsgr"], &attention_split),
+        Op::AttentionSink(a) => fixed(&masked(a, &["bsgrd", "btgd", "btge", "gr"]), &["bsgre", "bsgr"], &attention_split),
         Op::SinkGrad => fixed(&["gr", "bsgre", "bsgr", "bsgre"], &["gr"], &attention_split),
         Op::Append => fixed(&["btgn", "btm"], &["btgd"], &append_split),
         Op::AppendGradHead => fixed(&["btgd"], &["btgn"], &append_split),
         Op::AppendGradTail => fixed(&["btgd"], &["btm"], &append_split),
-        Op::AttentionGrad(_) => fixed(&["bsgrd", "btgd", "btge", "bsgre", "bsgr", "bsgre"], &["bsgrd", "btgd", "btge"], &attention_split),
+        Op::AttentionGrad(a) => {
+            fixed(&masked(a, &["bsgrd", "btgd", "btge", "bsgre", "bsgr", "bsgre"]), &["bsgrd", "btgd", "btge"], &attention_split)
+        }
         Op::Embed => fixed(&["vh", "bs"], &["bsh"], &tokens_exact),
         Op::EmbedGrad => fixed(&["bs", "bsh"], &["vh"], &tokens_exact),
         Op::AddPosition => fixed(&["bsh", "ph"], &["bsh"], &position_split),
@@ -205,6 +207,11 @@ pub fn rule(op: &Op, in_ranks: &[usize], out_ranks: &[usize]) -> Rule {
 }
 
 /// Query and key sequences are different factors; a softmax needs all its keys.
+fn masked(attention: &Attention, others: &[&'static str]) -> Vec<&'static str> {
+    let first = (attention.mask.documents == Documents::Apart).then_some("bs");
+    others.iter().copied().chain(first).collect()
+}
+
 fn attention_split(label: Label) -> Split {
     match label {
         'g' | 'r' => Split::Free,

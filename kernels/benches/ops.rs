@@ -7,6 +7,7 @@ use dplan_ir::dtype::DType;
 use dplan_ir::entity::NodeId;
 use dplan_ir::extent::{Extent, OpContext};
 use dplan_ir::graph::Layout;
+use dplan_ir::infer::is_index;
 use dplan_ir::op::{Activation, Attention, Mask, Op, Rope, Rotation, Spec};
 use dplan_ir::program::Write;
 use dplan_ir::rule::rule;
@@ -21,7 +22,7 @@ fn main() {
     let heads = [('a', 4), ('b', 128), ('c', 4), ('d', 2), ('e', 16)];
     let logits = [('a', 4), ('b', 128), ('c', 257)];
     let product = |l: &str, r: &str, o: &str| Op::Einsum(Spec { left: l.into(), right: r.into(), out: o.into() });
-    let attention = Attention { mask: Mask { causal: true, window: None }, scale: 0.25 };
+    let attention = Attention { mask: Mask::CAUSAL, scale: 0.25 };
     let rope = Rope::whole(Rotation::Forward, (0..8).map(|i| 1e4f64.powf(-f64::from(i) / 8.0)).collect());
     let cases: [(&str, Op, &[usize], &[usize], &[(char, u64)]); 19] = [
         ("up", product("bsh", "fh", "bsf"), &[3, 2], &[3], &sizes),
@@ -61,7 +62,7 @@ fn measure(name: &str, op: &Op, in_ranks: &[usize], out_ranks: &[usize], sizes: 
         draws: Draws::default(),
         order: Default::default(),
     };
-    let index = |at: usize| matches!((op, at), (Op::CeStats | Op::CeStatsGrad, 1));
+    let index = |at: usize| is_index(op, at);
     let ty = |labels: &[char], dtype| LocalType { dtype, dims: labels.iter().map(|&l| size(l)).collect(), layout: Layout::Dense, experts: 0 };
     let in_types: Vec<LocalType> = rule.ins.iter().enumerate().map(|(i, l)| ty(l, if index(i) { DType::I32 } else { DType::F32 })).collect();
     let out_types: Vec<LocalType> = rule.outs.iter().map(|(l, _)| ty(l, DType::F32)).collect();

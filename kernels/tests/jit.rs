@@ -40,7 +40,7 @@ fn cases(dtype: DType) -> Vec<Case> {
     let moe = || vec![letter('b', 1), letter('s', 5), letter('e', 8), letter('h', 64), letter('f', 64)];
     let heads = |d| vec![letter('b', 1), letter('s', 5), letter('t', 5), letter('g', 1), letter('r', 2), letter('d', d), letter('e', d)];
     let eps = 1e-5;
-    let attention = Attention { mask: Mask { causal: true, window: None }, scale: 0.1 };
+    let attention = Attention { mask: Mask::CAUSAL, scale: 0.1 };
     let rope = Rope::whole(Rotation::Forward, (0..64).map(|i| 1e4f64.powf(-f64::from(i) / 64.0)).collect());
     let renormalize = Renormalize::Yes;
     let mut all = vec![

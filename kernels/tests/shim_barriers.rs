@@ -18,7 +18,7 @@ fn case(op: Op, ins: &[usize], outs: &[usize], letters: Vec<(char, u64, u64, u64
 /// A case for each text that has barriers of its own.
 fn cases() -> Vec<Case> {
     let heads = |d| vec![letter('b', 1), letter('s', 100), letter('t', 100), letter('g', 1), letter('r', 2), letter('d', d), letter('e', d)];
-    let attention = Attention { mask: Mask { causal: true, window: None }, scale: 0.4 };
+    let attention = Attention { mask: Mask::CAUSAL, scale: 0.4 };
     let mlp = || vec![letter('b', 1), letter('s', 70), letter('h', 100), letter('f', 70)];
     let moe = || vec![letter('b', 1), letter('s', 300), letter('e', 3), letter('h', 8), letter('f', 8)];
     let tokens = || vec![('v', 0, 7, 7), letter('b', 2), letter('s', 300), letter('h', 9)];

@@ -3,7 +3,7 @@
 mod shim;
 
 use dplan_ir::dtype::DType;
-use dplan_ir::op::{Activation, Attention, Mask, Op, Renormalize, Rope, Rotation, Router};
+use dplan_ir::op::{Activation, Attention, Documents, Mask, Op, Renormalize, Rope, Rotation, Router};
 use dplan_ir::order::Order;
 use dplan_ir::program::Write;
 use dplan_kernels::cuda::Alignment;
@@ -241,11 +241,13 @@ fn attention_case(r: &mut Random, widths: &[(u64, u64, usize, bool)], most: u64)
     });
     let letters = letters.collect();
     let (causal, window) = if bound { [(true, None), (true, Some(5)), (false, Some(40))][r.below(3) as usize] } else { (false, None) };
-    let op = Attention { mask: Mask { causal, window }, scale: 0.4 };
+    let documents = if bound && r.below(3) == 0 { Documents::Apart } else { Documents::Joined };
+    let op = Attention { mask: Mask { causal, window, documents }, scale: 0.4 };
+    let with_first = |ranks: &[usize]| ranks.iter().copied().chain((documents == Documents::Apart).then_some(2)).collect::<Vec<_>>();
     let drawn = if r.below(2) == 0 {
-        case(r, Op::Attention(op), &[5, 4, 4], &[5, 4], letters)
+        case(r, Op::Attention(op), &with_first(&[5, 4, 4]), &[5, 4], letters)
     } else {
-        case(r, Op::AttentionGrad(op), &[5, 4, 4, 5, 4, 5], &[5, 4, 4], letters)
+        case(r, Op::AttentionGrad(op), &with_first(&[5, 4, 4, 5, 4, 5]), &[5, 4, 4], letters)
     };
     let (dtype, write, alignment) = MODES[mode];
     Case { dtype, write, alignment, order, ..drawn }

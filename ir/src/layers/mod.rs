@@ -12,6 +12,7 @@ mod tests;
 
 pub use canonical::{canonical_names, canonicalize};
 pub use detect::detect;
+pub(crate) use rebuild::rebuild;
 
 use crate::entity::{NodeId, Table, ValueId};
 use crate::graph::{Graph, Phase};

@@ -59,7 +59,7 @@ impl Net {
         let q = self.op(spec("bsh", "grdh", "bsgrd"), &[n, wq]);
         let k = self.op(spec("bsh", "gdh", "bsgd"), &[n, wk]);
         let v = self.op(spec("bsh", "gdh", "bsgd"), &[n, wv]);
-        let o = self.op(Op::Attention(Attention { mask: Mask { causal: true, window }, scale: 0.5 }), &[q, k, v]);
+        let o = self.op(Op::Attention(Attention { mask: Mask { window, ..Mask::CAUSAL }, scale: 0.5 }), &[q, k, v]);
         let y = self.op(spec("bsgrd", "hgrd", "bsh"), &[o, wo]);
         self.op(Op::Add, &[x, y])
     }

@@ -4,7 +4,7 @@ use crate::dtype::DType;
 use crate::entity::{BucketId, BufferId, DimId, EventId, FormId, NodeId, ParamId, SegmentId, Table, ValueId};
 use crate::graph::{Def, Dim, Graph, Init, Layout, Narrow, Node, Param, Phase, Piece, Type, Value};
 use crate::mesh::{Axis, AxisSet, Mesh};
-use crate::op::{Activation, Attention, Correction, GroupScore, Groups, Mask, Op, Pairs, Renormalize, Rope, Rotation, Router, Score, Spec};
+use crate::op::{Activation, Attention, Correction, Documents, GroupScore, Groups, Mask, Op, Pairs, Renormalize, Rope, Rotation, Router, Score, Spec};
 use crate::optimizer::Optimizer;
 use crate::order::Order;
 use crate::program::{
@@ -74,7 +74,9 @@ pub fn op(kind: u64, rng: &mut Rng) -> Op {
         5 => Activation::Clamp { limit: rng.below(20) as u32 },
         _ => Activation::ClampAbove { limit: rng.below(20) as u32 },
     };
-    let attention = |rng: &mut Rng| Attention { mask: Mask { causal: rng.coin(), window: rng.some(Rng::number) }, scale: rng.real() };
+    let documents = |rng: &mut Rng| if rng.coin() { Documents::Apart } else { Documents::Joined };
+    let mask = |rng: &mut Rng| Mask { causal: rng.coin(), window: rng.some(Rng::number), documents: documents(rng) };
+    let attention = |rng: &mut Rng| Attention { mask: mask(rng), scale: rng.real() };
     let router = |rng: &mut Rng| Router {
         k: rng.number(),
         score: *rng.pick(&[Score::Softmax, Score::Sigmoid]),

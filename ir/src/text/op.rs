@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::op::{Activation, Attention, Correction, GroupScore, Groups, Mask, Op, Pairs, Renormalize, Rope, Rotation, Router, Score, Spec};
+use crate::op::{Activation, Attention, Correction, Documents, GroupScore, Groups, Mask, Op, Pairs, Renormalize, Rope, Rotation, Router, Score, Spec};
 use crate::text::lexer::{is_word, quote};
 use crate::text::parser::{Parsed, Parser};
 
@@ -341,6 +341,10 @@ fn put_attention(out: &mut String, a: &Attention) {
     if let Some(window) = a.mask.window {
         out.push_str(&format!(" window={window}"));
     }
+    match a.mask.documents {
+        Documents::Joined => {}
+        Documents::Apart => out.push_str(" documents"),
+    }
     out.push_str(" scale=");
     put_real(out, a.scale);
 }
@@ -348,7 +352,8 @@ fn put_attention(out: &mut String, a: &Attention) {
 fn attention(p: &mut Parser<'_>) -> Parsed<Attention> {
     let causal = p.take_word("causal");
     let window = if p.is_word("window") { Some(p.integer_of("window")?) } else { None };
-    Ok(Attention { mask: Mask { causal, window }, scale: p.real_of("scale")? })
+    let documents = if p.take_word("documents") { Documents::Apart } else { Documents::Joined };
+    Ok(Attention { mask: Mask { causal, window, documents }, scale: p.real_of("scale")? })
 }
 
 fn put_router(out: &mut String, r: &Router) {

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use crate::dropout;
 use crate::entity::ValueId;
 use crate::graph::{Graph, Layout, Node, Phase};
-use crate::op::{Op, Router};
+use crate::op::{Documents, Op, Router};
 
 /// Numbers in the op, against the sizes of its operands.
 pub fn attributes(graph: &Graph, node: &Node) -> Option<String> {
@@ -29,6 +29,8 @@ pub fn attributes(graph: &Graph, node: &Node) -> Option<String> {
         Op::Attention(a) | Op::AttentionGrad(a) | Op::AttentionSink(a) => {
             if !a.scale.is_finite() {
                 Some(format!("scale {} should be finite", a.scale))
+            } else if a.mask.documents == Documents::Apart && !a.mask.looks_back() {
+                Some("keeps documents apart by their first positions, but sees what comes after them: it should be causal".to_string())
             } else {
                 (a.mask.window == Some(0)).then(|| "a window of 0 hides everything".to_string())
             }

@@ -3,6 +3,7 @@
 //! Sizes are odd or otherwise awkward where a dim may be padded, and divisible by 2 and 3 where it may not.
 
 use dplan_ir::build::Builder;
+use dplan_ir::documents;
 use dplan_ir::dropout::{self, Rates};
 use dplan_ir::dtype::DType;
 use dplan_ir::entity::{DimId, ParamId, Table, ValueId};
@@ -25,6 +26,7 @@ pub fn all() -> Vec<Case> {
     all.extend([Renormalize::Yes, Renormalize::No].map(grouped_experts));
     all.push(sinks());
     all.push(dropped());
+    all.extend([grouped_query_window_tied(), latent_attention(), sinks()].map(packed));
     all
 }
 
@@ -36,6 +38,17 @@ fn dropped() -> Case {
     let mut graph = dropout::insert(&case.graph, RATES);
     graph.name = "dropped".into();
     Case { graph, ..case }
+}
+
+/// Three documents in each sequence of six tokens, the second of one token, and where they lie not the same in all sequences.
+fn packed(case: Case) -> Case {
+    let mut graph = documents::keep_apart(&case.graph).unwrap_or_else(|why| panic!("{why}"));
+    graph.name = format!("packed_{}", case.graph.name);
+    let batch = case.inputs[0].dims[0];
+    let first = Tensor::from_fn(&[batch, 6], |i| [[0, 0, 0, 3, 4, 4], [0, 1, 2, 2, 2, 2]][i[0] as usize % 2][i[1] as usize].into());
+    // Parameters may be numbered in another order.
+    let params = init::params(&graph, 3);
+    Case { params, inputs: case.inputs.into_iter().chain([first]).collect(), graph, ..case }
 }
 
 /// Layer norms with biases, learned positions, every activation.
@@ -79,7 +92,7 @@ fn grouped_query_window_tied() -> Case {
     let v = m.linear("v", "bth,geh->btge", n, &[g, d, m.h]);
     let rope = Op::Rope(Rope::whole(Rotation::Forward, vec![1.0, 0.3]));
     let (q, k) = (m.op("q_rope", rope.clone(), &[q]), m.op("k_rope", rope, &[k]));
-    let mask = Mask { causal: true, window: Some(3) };
+    let mask = Mask { window: Some(3), ..Mask::CAUSAL };
     let o = m.op("attn", Op::Attention(Attention { mask, scale: 0.5 }), &[q, k, v]);
     let o = m.linear("o", "bsgre,hgre->bsh", o, &[m.h, g, r, d]);
     let x = m.op("res1", Op::Add, &[x, o]);
@@ -138,7 +151,7 @@ fn latent_attention() -> Case {
     let ty = Type::dense(DType::F64, vec![batch, s, g, d]);
     let k = m.b.typed_node("k", Op::Append, &[own, shared], vec![ty], Phase::Forward, None)[0];
     let v = m.linear("v", "bsh,geh->bsge", x, &[g, n, m.h]);
-    let mask = Mask { causal: true, window: None };
+    let mask = Mask::CAUSAL;
     let y = m.op("attn", Op::Attention(Attention { mask, scale: 0.5 }), &[q, k, v]);
     let y = m.linear("o", "bsgre,hgre->bsh", y, &[m.h, g, r, n]);
     let x = m.op("res", Op::Add, &[x, y]);
@@ -184,7 +197,7 @@ fn sinks() -> Case {
     let k = m.linear("k", "bsh,gdh->bsgd", x, &[g, d, m.h]);
     let v = m.linear("v", "bsh,geh->bsge", x, &[g, d, m.h]);
     let sink = m.param("sink", &[g, r]);
-    let mask = Mask { causal: true, window: Some(3) };
+    let mask = Mask { window: Some(3), ..Mask::CAUSAL };
     let o = m.op("attn", Op::AttentionSink(Attention { mask, scale: 0.5 }), &[q, k, v, sink]);
     let o = m.linear("o", "bsgre,hgre->bsh", o, &[m.h, g, r, d]);
     let x = m.op("res", Op::Add, &[x, o]);
@@ -203,7 +216,7 @@ fn sums() -> Case {
     let d = m.b.dim("d", 4);
     let q = m.linear("q", "bsh,grdh->bsgrd", x, &[g, r, d, m.h]);
     let k = m.linear("k", "bth,gdh->btgd", x, &[g, d, m.h]);
-    let mask = Mask { causal: false, window: None };
+    let mask = Mask::FULL;
     // Keys are values too.
     let o = m.op("attn", Op::Attention(Attention { mask, scale: 0.7 }), &[q, k, k]);
     let o = m.linear("o", "bsgre,hgre->bsh", o, &[m.h, g, r, d]);

@@ -6,6 +6,8 @@
 //!
 //! Keys are taken by position: where the order of positions is not that of indices ([`dplan_ir::order`]), a product with K or V is one product for each run.
 //!
+//! Where documents are apart, what a row sees begins no earlier than its document; as first positions do not decrease, the block's keys begin where its first row's do.
+//!
 //! A sink is one more score of each head, in the sum of every row and with the value zero; what it gets of the gradient is −Σ exp(sink − lse) · ⟨dO, O⟩.
 //!
 //! Blocks are visited in order of sequence, key/value head, query head, first query, which fixes the order of the sums in dK and dV.
@@ -13,7 +15,7 @@
 
 use dplan_ir::cost::ATTENTION_ROWS;
 use dplan_ir::extent::OpContext;
-use dplan_ir::op::{Attention, Mask};
+use dplan_ir::op::{Attention, Documents, Mask};
 use dplan_ir::order::Order;
 use dplan_ir::program::Write;
 
@@ -92,22 +94,23 @@ impl AttentionKernel {
         }
     }
 
-    /// (q, k, v) or (q, k, v, sink) → (o, lse).
+    /// (q, k, v) or (q, k, v, sink), and first positions of documents → (o, lse).
     pub fn forward<T: Float>(&self, ins: &[Block<'_>], outs: &mut [BlockMut<'_>], scratch: &mut [T], run: Run) {
         let (q, k, v) = (T::of(ins[0]), T::of(ins[1]), T::of(ins[2]));
+        let (ins, documents) = self.documents(ins);
         let sinks = ins.get(3).map(|s| T::of(*s));
         let [o, lse] = outs else { unreachable!("two results by the type rule") };
         let (o, lse) = (T::of_mut(o), T::of_mut(lse));
         clear(o, run.write);
         clear(lse, run.write);
-        self.tiles(|tile| {
+        self.tiles(documents, |tile| {
             let scores = &mut scratch[..tile.rows * tile.keys];
             self.scores(&tile, q, k, scores, run);
             vectorized(|| {
                 for i in 0..tile.rows {
                     let row = &mut scores[i * tile.keys..(i + 1) * tile.keys];
                     let sink = sinks.map(|s| s[tile.group * self.heads + tile.head]);
-                    let log_sum = self.softmax(&tile, i, row, sink);
+                    let log_sum = self.softmax(self.seen_in(&tile, i, documents), row, sink);
                     put(&mut lse[self.query(&tile, i)], T::from_f64(log_sum), Write::Add);
                 }
             });
@@ -120,8 +123,9 @@ impl AttentionKernel {
         });
     }
 
-    /// (q, k, v, o, lse, do) → (dq, dk, dv).
+    /// (q, k, v, o, lse, do), and first positions of documents → (dq, dk, dv).
     pub fn backward<T: Float>(&self, ins: &[Block<'_>], outs: &mut [BlockMut<'_>], scratch: &mut [T], run: Run) {
+        let (ins, documents) = self.documents(ins);
         let operand = |i: usize| T::of(ins[i]);
         let (q, k, v, o, lse, dy) = (operand(0), operand(1), operand(2), operand(3), operand(4), operand(5));
         let [dq, dk, dv] = outs else { unreachable!("three results by the type rule") };
@@ -129,7 +133,7 @@ impl AttentionKernel {
         [&mut *dq, &mut *dk, &mut *dv].into_iter().for_each(|d| clear(d, run.write));
         let scale = T::from_f64(self.scale);
         let (d, e) = (self.width, self.value_width);
-        self.tiles(|tile| {
+        self.tiles(documents, |tile| {
             let (n, keys) = (tile.rows, tile.keys);
             let (p, rest) = scratch.split_at_mut(n * keys);
             let dp = &mut rest[..n * keys];
@@ -138,7 +142,7 @@ impl AttentionKernel {
                 for i in 0..n {
                     let row = &mut p[i * keys..(i + 1) * keys];
                     let log_sum = lse[self.query(&tile, i)];
-                    let (lo, hi) = self.seen_in(&tile, i);
+                    let (lo, hi) = self.seen_in(&tile, i, documents);
                     row[..lo].fill(T::ZERO);
                     row[hi..].fill(T::ZERO);
                     for s in &mut row[lo..hi] {
@@ -177,7 +181,7 @@ impl AttentionKernel {
     }
 
     /// Visits every tile in which something is visible.
-    fn tiles(&self, mut visit: impl FnMut(Tile)) {
+    fn tiles(&self, documents: Option<&[i32]>, mut visit: impl FnMut(Tile)) {
         for batch in 0..self.batch {
             for group in 0..self.valid_groups {
                 for head in 0..self.valid_heads {
@@ -187,7 +191,8 @@ impl AttentionKernel {
                         let position = self.order.position(index, self.length) as usize;
                         let rows = (ATTENTION_ROWS as usize).min(self.queries - row).min(self.together(index));
                         // Both ends of what a query sees grow with its position.
-                        let (lo, hi) = (self.seen(position).0, self.seen(position + rows - 1).1);
+                        let seen = |i: usize| self.seen(position + i, self.first(documents, batch, row + i));
+                        let (lo, hi) = (seen(0).0, seen(rows - 1).1);
                         if lo < hi {
                             visit(Tile { batch, group, head, row, position, rows, key: lo, keys: hi - lo });
                         }
@@ -216,17 +221,30 @@ impl AttentionKernel {
         runs.map(move |r| Keys { column: r.position as usize - first, index: r.index as usize, len: r.len as usize })
     }
 
-    /// The keys `[lo, hi)` of this rank that a query at a position sees.
-    fn seen(&self, position: usize) -> (usize, usize) {
-        let end = if self.mask.causal || self.mask.window.is_some() { position + 1 } else { self.first_key + self.keys };
-        let start = self.mask.window.map_or(0, |w| (position + 1).saturating_sub(w as usize));
+    /// The operands before them, and the first positions of documents where these are apart.
+    fn documents<'a, 'b>(&self, ins: &'a [Block<'b>]) -> (&'a [Block<'b>], Option<&'b [i32]>) {
+        match (self.mask.documents, ins) {
+            (Documents::Apart, [others @ .., first]) => (others, Some(first.indices())),
+            (Documents::Apart | Documents::Joined, _) => (ins, None),
+        }
+    }
+
+    /// The first position of a query's document.
+    fn first(&self, documents: Option<&[i32]>, batch: usize, query: usize) -> usize {
+        documents.map_or(0, |first| first[batch * self.queries + query].max(0) as usize)
+    }
+
+    /// The keys `[lo, hi)` of this rank that a query at a position sees whose document begins at `first`.
+    fn seen(&self, position: usize, first: usize) -> (usize, usize) {
+        let end = if self.mask.looks_back() { position + 1 } else { self.first_key + self.keys };
+        let start = self.mask.window.map_or(0, |w| (position + 1).saturating_sub(w as usize)).max(first);
         let local = |at: usize| at.saturating_sub(self.first_key).min(self.keys);
         (local(start), local(end).max(local(start)))
     }
 
     /// The same for query `i` of a tile, relative to the tile's first key.
-    fn seen_in(&self, tile: &Tile, i: usize) -> (usize, usize) {
-        let (lo, hi) = self.seen(tile.position + i);
+    fn seen_in(&self, tile: &Tile, i: usize, documents: Option<&[i32]>) -> (usize, usize) {
+        let (lo, hi) = self.seen(tile.position + i, self.first(documents, tile.batch, tile.row + i));
         (lo - tile.key, hi - tile.key)
     }
 
@@ -240,10 +258,9 @@ impl AttentionKernel {
         }
     }
 
-    /// Scores of query `i` → probabilities; returns log Σ exp, the sink's included, −∞ if it sees nothing.
+    /// Scores of a query, which sees the keys `[lo, hi)` of its tile → probabilities; returns log Σ exp, the sink's included, −∞ if it sees nothing.
     #[inline(always)]
-    fn softmax<T: Float>(&self, tile: &Tile, i: usize, row: &mut [T], sink: Option<T>) -> f64 {
-        let (lo, hi) = self.seen_in(tile, i);
+    fn softmax<T: Float>(&self, (lo, hi): (usize, usize), row: &mut [T], sink: Option<T>) -> f64 {
         row[..lo].fill(T::ZERO);
         row[hi..].fill(T::ZERO);
         let seen = &mut row[lo..hi];

@@ -30,6 +30,7 @@ use dplan_ir::cost::workspace_bytes;
 use dplan_ir::dropout::Draws;
 use dplan_ir::dtype::DType;
 use dplan_ir::extent::OpContext;
+use dplan_ir::infer::is_index;
 use dplan_ir::op::Op;
 use dplan_ir::program::Write;
 use dplan_ir::rule::rule;
@@ -222,15 +223,10 @@ fn compute_type(op: &Op, ins: &[LocalType], outs: &[LocalType]) -> Result<DType,
     }
 }
 
-/// Everything has the compute type, but token ids; a loss may be summed in f64.
+/// Everything has the compute type, but token ids and positions; a loss may be summed in f64.
 fn check_types(op: &Op, dtype: DType, ins: &[LocalType], outs: &[LocalType]) -> Result<(), PrepareError> {
-    let index = |at: usize| match op {
-        Op::Embed | Op::CeStats | Op::CeStatsGrad => at == 1,
-        Op::EmbedGrad => at == 0,
-        _ => false,
-    };
     for (at, ty) in ins.iter().enumerate() {
-        let expected = if index(at) { DType::I32 } else { dtype };
+        let expected = if is_index(op, at) { DType::I32 } else { dtype };
         if ty.dtype != expected {
             return Err(PrepareError::Operand { side: "operand", at, found: ty.dtype, expected });
         }

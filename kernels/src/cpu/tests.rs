@@ -1,11 +1,13 @@
 //! Every kernel against the meaning of its op, on random blocks: odd sizes, offsets, padding, both element types, set and add.
 
 use super::*;
+use dplan_ir::documents::first_positions;
 use dplan_ir::entity::NodeId;
 use dplan_ir::extent::Extent;
 use dplan_ir::graph::Layout;
+use dplan_ir::infer::is_index;
 use dplan_ir::interp::{Tensor, op::eval};
-use dplan_ir::op::{Activation, Attention, Correction, GroupScore, Groups, Mask, Pairs, Renormalize, Rope, Rotation, Router, Score, Spec};
+use dplan_ir::op::{Activation, Attention, Correction, Documents, GroupScore, Groups, Mask, Pairs, Renormalize, Rope, Rotation, Router, Score, Spec};
 use dplan_ir::order::Order;
 use dplan_ir::splitmix;
 
@@ -93,10 +95,16 @@ fn cases() -> Vec<Case> {
     ];
     for letters in attention {
         for mask in [(true, None), (false, None), (true, Some(5)), (false, Some(3))] {
-            let op = Attention { mask: Mask { causal: mask.0, window: mask.1 }, scale: 0.4 };
+            let op = Attention { mask: Mask { causal: mask.0, window: mask.1, ..Mask::FULL }, scale: 0.4 };
             all.push(case(Op::Attention(op), &[5, 4, 4], &[5, 4], letters));
             all.push(case(Op::AttentionGrad(op), &[5, 4, 4, 5, 4, 5], &[5, 4, 4], letters));
             all.push(case(Op::AttentionSink(op), &[5, 4, 4, 2], &[5, 4], letters));
+            if op.mask.looks_back() {
+                let op = Attention { mask: Mask { documents: Documents::Apart, ..op.mask }, ..op };
+                all.push(case(Op::Attention(op), &[5, 4, 4, 2], &[5, 4], letters));
+                all.push(case(Op::AttentionGrad(op), &[5, 4, 4, 5, 4, 5, 2], &[5, 4, 4], letters));
+                all.push(case(Op::AttentionSink(op), &[5, 4, 4, 2, 2], &[5, 4], letters));
+            }
         }
     }
     for letters in [attention[0], attention[1]] {
@@ -200,8 +208,7 @@ fn check_in(case: &Case, order: Order, dtype: DType, write: Write, tolerance: f6
         layout: if labels.len() > 3 && labels.starts_with(&['b', 's', 'e']) { Layout::TopK { k: TOP_K } } else { Layout::Dense },
         experts: if labels.len() > 2 { extent(labels[2]).logical } else { 0 },
     };
-    let is_index = |at: usize| matches!((op, at), (Op::Embed | Op::CeStats | Op::CeStatsGrad, 1) | (Op::EmbedGrad, 0));
-    let in_types: Vec<LocalType> = rule.ins.iter().enumerate().map(|(i, l)| local(l, if is_index(i) { DType::I32 } else { dtype })).collect();
+    let in_types: Vec<LocalType> = rule.ins.iter().enumerate().map(|(i, l)| local(l, if is_index(op, i) { DType::I32 } else { dtype })).collect();
     let out_types: Vec<LocalType> = rule.outs.iter().map(|(l, _)| local(l, dtype)).collect();
     let gate_at = match op {
         Op::TopKGateGrad(_) | Op::ExpertBiasGrad => Some(1),
@@ -228,7 +235,10 @@ fn check_in(case: &Case, order: Order, dtype: DType, write: Write, tolerance: f6
                 return gate.clone().expect("made above");
             }
             let elems = ty.dims.iter().product::<u64>();
-            let values = (0..elems).map(|_| if is_index(at) { (random.next() % vocabulary) as f64 } else { random.number() }).collect();
+            let values = match op {
+                Op::Attention(_) | Op::AttentionSink(_) | Op::AttentionGrad(_) if is_index(op, at) => begins(&context, ty.dims[0], &mut random),
+                _ => (0..elems).map(|_| if is_index(op, at) { (random.next() % vocabulary) as f64 } else { random.number() }).collect(),
+            };
             let dense = Tensor::dense(&ty.dims, values);
             match &gate {
                 Some(gate) => dense.to_layout(ty.layout, gate),
@@ -249,6 +259,17 @@ fn check_in(case: &Case, order: Order, dtype: DType, write: Write, tolerance: f6
             assert!((g - w).abs() <= tolerance * scale || g == w, "{op:?} {dtype} {write:?} {letters:?}: result {at}[{i}] is {g}, expected {w}");
         }
     }
+}
+
+/// First positions of documents, which end at one token in four.
+fn begins(context: &OpContext, batch: u64, random: &mut Random) -> Vec<f64> {
+    let queries = context.extent('s');
+    let sequence = |_| {
+        let tokens: Vec<i32> = (0..queries.logical).map(|_| (random.next() % 4) as i32).collect();
+        let first = first_positions(&tokens, 0);
+        (0..queries.len).map(|i| f64::from(first[context.position('s', i) as usize])).collect::<Vec<_>>()
+    };
+    (0..batch).flat_map(sequence).collect()
 }
 
 /// Runs a kernel on data given, and returned, as f64.

@@ -1,7 +1,7 @@
 //! Attention: which kernels, and their tiles.
 
 use dplan_ir::dtype::DType;
-use dplan_ir::op::Attention;
+use dplan_ir::op::{Attention, Documents};
 
 use super::source::{Builder, Config, Size, int};
 use super::{Alignment, Arg, Family, PrepareError, embed};
@@ -61,12 +61,14 @@ impl Sizes {
         // A window too long for a 64-bit sum is none.
         let window = a.mask.window.unwrap_or(NO_WINDOW).min(NO_WINDOW);
         let numbers = [q[1], k[1], q[2], q[3], extent('g').valid(), extent('r').valid(), extent('s').start, extent('t').start, window];
-        let args = numbers.map(int).into_iter().chain(embed::order_args(b, extent('s').logical)).collect();
+        // First positions come last of all operands.
+        let documents = b.input(if a.mask.documents == Documents::Apart { b.d.ins.len() - 1 } else { b.d.ins.len() });
+        let args = numbers.map(int).into_iter().chain(embed::order_args(b, extent('s').logical)).chain([documents]).collect();
         Sizes { batch: q[0], queries: q[1], keys: k[1], groups: q[2], heads: q[3], d: q[4], dv: v[3], args }
     }
     fn config(&self, b: &Builder<'_>, a: &Attention, threads: u64) -> Config {
-        let bound = a.mask.causal || a.mask.window.is_some();
-        b.config(threads).int("D", self.d).int("DV", self.dv).flag("BOUND", bound).flag("ZIGZAG", embed::is_zigzag(b)).real("SCALE", a.scale)
+        let config = b.config(threads).int("D", self.d).int("DV", self.dv).flag("BOUND", a.mask.looks_back());
+        config.flag("DOCUMENTS", a.mask.documents == Documents::Apart).flag("ZIGZAG", embed::is_zigzag(b)).real("SCALE", a.scale)
     }
     /// Whether tiles of 16 cover the heads.
     fn matrix_widths(&self, most: u64) -> bool {

@@ -1,13 +1,15 @@
 //! Random blocks for an op, its kernels run through the shim, and the f64 reference that they must meet.
 #![allow(dead_code)]
 
+use dplan_ir::documents::first_positions;
 use dplan_ir::dropout::Draws;
 use dplan_ir::dtype::DType;
 use dplan_ir::entity::NodeId;
 use dplan_ir::extent::{Extent, OpContext};
 use dplan_ir::graph::Layout;
+use dplan_ir::infer::is_index;
 use dplan_ir::interp::{Tensor, op::eval};
-use dplan_ir::op::{Op, Spec};
+use dplan_ir::op::{Documents, Op, Spec};
 use dplan_ir::optimizer::{Hyper, StepScalars};
 use dplan_ir::order::Order;
 use dplan_ir::program::Write;
@@ -176,7 +178,7 @@ pub fn step_scalars() -> cuda::Scalars {
 /// Types of the operands that are not the compute type.
 fn operand(op: &Op, at: usize, dtype: DType) -> DType {
     match (op, at) {
-        (Op::Embed | Op::CeStats | Op::CeStatsGrad, 1) | (Op::EmbedGrad, 0) => DType::I32,
+        _ if is_index(op, at) => DType::I32,
         (Op::AttentionGrad(_), 4) | (Op::CeStatsGrad, 2..) => dtype.accumulator(),
         _ => dtype,
     }
@@ -274,8 +276,10 @@ pub fn make(case: &Case, random: &mut Random) -> Prepared {
                 return gate.clone().expect("made above");
             }
             let elems = ty.dims.iter().product::<u64>();
-            let values =
-                (0..elems).map(|_| if ty.dtype == DType::I32 { random.below(vocabulary) as f64 } else { number(random, ty.dtype) }).collect();
+            let values = match op {
+                Op::Attention(_) | Op::AttentionGrad(_) if ty.dtype == DType::I32 => begins(&context, ty.dims[0], random),
+                _ => (0..elems).map(|_| if ty.dtype == DType::I32 { random.below(vocabulary) as f64 } else { number(random, ty.dtype) }).collect(),
+            };
             let dense = Tensor::dense(&ty.dims, values);
             match &gate {
                 Some(gate) => dense.to_layout(ty.layout, gate),
@@ -374,6 +378,17 @@ pub fn folder(name: &str) -> Option<PathBuf> {
     Some(dir)
 }
 
+/// First positions of documents, which end at one token in twenty.
+fn begins(context: &OpContext, batch: u64, random: &mut Random) -> Vec<f64> {
+    let queries = context.extent('s');
+    let mut sequence = |_| {
+        let tokens: Vec<i32> = (0..queries.logical).map(|_| random.below(20) as i32).collect();
+        let first = first_positions(&tokens, 0);
+        (0..queries.len).map(|i| f64::from(first[context.position('s', i) as usize])).collect::<Vec<_>>()
+    };
+    (0..batch).flat_map(&mut sequence).collect()
+}
+
 /// What rounding probabilities and their slopes to halves may cost: half a unit of the type for each term of the sums that they weigh,
 /// Σ p|v| for o, Σ p|do| for dv, scale Σ |ds||k| for dq and scale Σ |ds||q| for dk. Twice that is allowed, for the products' own rounding.
 fn attention_bounds(a: &dplan_ir::op::Attention, context: &OpContext, ins: &[Tensor], dtype: DType) -> Vec<Option<Vec<f64>>> {
@@ -382,7 +397,7 @@ fn attention_bounds(a: &dplan_ir::op::Attention, context: &OpContext, ins: &[Ten
     let [batch, queries, groups, heads, d] = [0, 1, 2, 3, 4].map(|i| q.dims[i]);
     let (keys, e) = (k.dims[1], v.dims[3]);
     let dot = |x: &[f64], y: &[f64]| x.iter().zip(y).map(|(a, b)| a * b).sum::<f64>();
-    let backward = ins.len() > 3;
+    let backward = ins.len() > 5;
     let mut o = vec![0.0; (batch * queries * groups * heads * e) as usize];
     let (mut dq, mut dk, mut dv) = (vec![0.0; q.data.len()], vec![0.0; k.data.len()], vec![0.0; v.data.len()]);
     for row in 0..batch * queries * groups * heads {
@@ -392,7 +407,8 @@ fn attention_bounds(a: &dplan_ir::op::Attention, context: &OpContext, ins: &[Ten
         }
         let at = |t: u64, width: u64| ((b * keys + t) * groups + g) as usize * width as usize;
         let (qr, or) = ((row * d) as usize, (row * e) as usize);
-        let seen: Vec<u64> = (0..keys).filter(|&t| a.mask.sees(context.position('s', s), context.position('t', t))).collect();
+        let first = if a.mask.documents == Documents::Apart { ins[ins.len() - 1].data[(b * queries + s) as usize] as u64 } else { 0 };
+        let seen: Vec<u64> = (0..keys).filter(|&t| a.mask.sees(context.position('s', s), first, context.position('t', t))).collect();
         let score = |t: u64| a.scale * dot(&q.data[qr..][..d as usize], &k.data[at(t, d)..][..d as usize]);
         let top = seen.iter().fold(f64::NEG_INFINITY, |m, &t| m.max(score(t)));
         let total: f64 = seen.iter().map(|&t| (score(t) - top).exp()).sum();

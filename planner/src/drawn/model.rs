@@ -233,7 +233,7 @@ impl Decoder {
         let rope = Op::Rope(Rope::whole(Rotation::Forward, vec![1.0, 0.1]));
         let (q, k) = (self.b.op(&name("rq"), rope.clone(), &[q])?, self.b.op(&name("rk"), rope, &[k])?);
         let window = if m.sight == Sight::Window { Some(2) } else { None };
-        let attention = Attention { mask: Mask { causal: true, window }, scale: 0.5 };
+        let attention = Attention { mask: Mask { window, ..Mask::CAUSAL }, scale: 0.5 };
         let o = match m.sight {
             Sight::Causal | Sight::Window => self.b.op(&name("attn"), Op::Attention(attention), &[q, k, v])?,
             Sight::Sinks => {

@@ -62,7 +62,7 @@ pub(crate) fn llama(s: Sizes, dtype: DType) -> Graph {
         let rope = || Op::Rope(Rope::whole(Rotation::Forward, vec![1.0; s.head as usize / 2]));
         let q = b.op(&n("rq"), rope(), &[q]).unwrap();
         let k = b.op(&n("rk"), rope(), &[k]).unwrap();
-        let attention = Op::Attention(Attention { mask: Mask { causal: true, window: None }, scale: 0.5 });
+        let attention = Op::Attention(Attention { mask: Mask::CAUSAL, scale: 0.5 });
         let o = b.node(&n("o"), attention, &[q, k, v]).unwrap()[0];
         let o = b.op(&n("p"), einsum("bsgrd", "hgrd", "bsh"), &[o, wo]).unwrap();
         x = b.op(&n("r"), Op::Add, &[x, o]).unwrap();

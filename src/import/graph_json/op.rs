@@ -152,7 +152,7 @@ fn attention(node: &At<'_>) -> Result<Written, ImportError> {
         Some(at) => Some(at.number()?),
         None => None,
     };
-    Ok(Written::Attention { mask: Mask { causal, window }, scale })
+    Ok(Written::Attention { mask: Mask { causal, window, ..Mask::FULL }, scale })
 }
 
 fn top_k_gate(node: &At<'_>) -> Result<Written, ImportError> {

@@ -63,7 +63,7 @@ fn attention(net: &mut Net, block: &Block, layer: u64, own: &Own, x: ValueId) ->
         }
         qkv.push(y);
     }
-    let attention = Attention { mask: Mask { causal: true, window: own.window }, scale: 1.0 / (block.head as f64).sqrt() };
+    let attention = Attention { mask: Mask { window: own.window, ..Mask::CAUSAL }, scale: 1.0 / (block.head as f64).sqrt() };
     let op = match block.family.attention {
         AttentionKind::Sinks => {
             qkv.push(net.whole_vector(&tensor("sinks"), &[d.g, d.r], Init::Zeros));

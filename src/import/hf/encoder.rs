@@ -178,7 +178,7 @@ fn layer(net: &mut Net, block: &Block, layer: u64, x: ValueId) -> Result<ValueId
         }
         qkv.push(y);
     }
-    let attention = Attention { mask: Mask { causal: false, window: None }, scale: 1.0 / (block.head as f64).sqrt() };
+    let attention = Attention { mask: Mask::FULL, scale: 1.0 / (block.head as f64).sqrt() };
     let o = net.op(&name("attn"), Op::Attention(attention), &qkv)?;
     let weight = net.whole_matrix(&tensor("attention.output.dense.weight"), &[d.h, d.g, d.r, d.d], &[block.hidden, block.hidden]);
     let o = net.product(&name("o.matmul"), "bsgrd,hgrd->bsh", o, weight)?;

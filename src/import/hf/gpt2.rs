@@ -112,7 +112,7 @@ fn layer(net: &mut Net, block: &Block, layer: u64, x: ValueId) -> Result<ValueId
         ByLayer::Same => block.scale.base,
         ByLayer::Inverse => block.scale.base / layer as f64,
     };
-    let attention = Op::Attention(Attention { mask: Mask { causal: true, window: None }, scale });
+    let attention = Op::Attention(Attention { mask: Mask::CAUSAL, scale });
     let o = net.op(&name("attn"), attention, &qkv)?;
     let weight = net.whole_matrix(&tensor("attn.c_proj.weight"), &[d.g, d.r, d.d, d.h], &[block.hidden, block.hidden]);
     let bias = net.whole_vector(&tensor("attn.c_proj.bias"), &[d.h], Init::Zeros);

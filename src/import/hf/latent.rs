@@ -134,7 +134,7 @@ pub fn attention(net: &mut Net, latent: &Latent, layer: u64, x: ValueId) -> Resu
         sides.push(net.product(&name(label), "bsc,gnc->bsgn", c, weight)?);
     }
     let k = net.append(&name("k"), sides[0], shared, d.d);
-    let attention = Attention { mask: Mask { causal: true, window: None }, scale: numbers.scale };
+    let attention = Attention { mask: Mask::CAUSAL, scale: numbers.scale };
     let o = net.op(&name("attn"), Op::Attention(attention), &[q, k, sides[1]])?;
     let weight = net.whole_matrix(&tensor("o_proj.weight"), &[d.h, d.g, d.r, latent.e], &[hidden, heads * numbers.value]);
     let y = net.product(&name("o"), "bsgre,hgre->bsh", o, weight)?;

@@ -161,7 +161,7 @@ fn attention(net: &mut Net, block: &Block, at: Place<'_>, x: ValueId) -> Result<
         qkv.push(y);
     }
     let scale = 1.0 / (block.head as f64).sqrt();
-    let o = net.op(&at.name("attn"), Op::Attention(Attention { mask: Mask { causal: true, window: None }, scale }), &qkv)?;
+    let o = net.op(&at.name("attn"), Op::Attention(Attention { mask: Mask::CAUSAL, scale }), &qkv)?;
     let tensor = if block.family == Family::GptNeoX { "attention.dense" } else { "self_attn.dense" };
     let weight = net.whole_matrix(&at.tensor(&format!("{tensor}.weight")), &[d.h, d.g, d.r, d.d], &[block.hidden, block.heads * block.head]);
     let y = net.product(&at.name("o"), "bsgrd,hgrd->bsh", o, weight)?;

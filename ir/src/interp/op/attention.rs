@@ -2,7 +2,7 @@
 
 use crate::extent::OpContext;
 use crate::interp::Tensor;
-use crate::op::{Attention, Rope, Rotation};
+use crate::op::{Attention, Documents, Rope, Rotation};
 use crate::sharding::LocalType;
 
 /// Each pair rotated by position × inv_freq_i and scaled; what is in no pair stays.
@@ -30,13 +30,13 @@ pub(super) fn rope(rope: &Rope, ctx: &OpContext, x: &Tensor) -> Tensor {
     out
 }
 
-/// o = softmax(scale · q·k over visible keys) · v, lse = log Σ exp of the scores. A fourth operand has a score more for each head, of value zero.
-pub(super) fn forward(a: &Attention, ctx: &OpContext, ins: &[&Tensor], outs: &[LocalType]) -> Vec<Tensor> {
-    let (q, k, v) = (ins[0], ins[1], ins[2]);
+/// o = softmax(scale · q·k over visible keys) · v, lse = log Σ exp of the scores. With sinks, each head has one score more, of value zero.
+pub(super) fn forward(a: &Attention, ctx: &OpContext, ins: &[&Tensor], sinks: Option<&Tensor>, outs: &[LocalType]) -> Vec<Tensor> {
+    let (q, v) = (ins[0], ins[2]);
     let (mut o, mut lse) = (Tensor::zeros(&outs[0]), Tensor::zeros(&outs[1]));
     for_each_query(ctx, q, |b, s, g, r| {
-        let scores = scores(a, ctx, q, k, [b, s, g, r]);
-        let sink = ins.get(3).map(|sink| sink.data[sink.at(&[g, r])]);
+        let scores = scores(a, ctx, ins, [b, s, g, r]);
+        let sink = sinks.map(|sink| sink.data[sink.at(&[g, r])]);
         let max = scores.iter().map(|&(_, x)| x).chain(sink).fold(f64::NEG_INFINITY, f64::max);
         let sum: f64 = scores.iter().map(|&(_, x)| x).chain(sink).map(|x| (x - max).exp()).sum();
         let at = lse.at(&[b, s, g, r]);
@@ -62,7 +62,7 @@ pub(super) fn backward(a: &Attention, ctx: &OpContext, ins: &[&Tensor]) -> Vec<T
         let (row, vrow) = (q.at(&[b, s, g, r, 0]), o.at(&[b, s, g, r, 0]));
         let dout = &dout.data[vrow..][..e];
         let delta: f64 = dot(dout, &o.data[vrow..][..e]);
-        for (t, x) in scores(a, ctx, q, k, [b, s, g, r]) {
+        for (t, x) in scores(a, ctx, ins, [b, s, g, r]) {
             let p = (x - lse.data[lse.at(&[b, s, g, r])]).exp();
             let (key, val) = (k.at(&[b, t, g, 0]), v.at(&[b, t, g, 0]));
             let ds = a.scale * p * (dot(dout, &v.data[val..][..e]) - delta);
@@ -130,12 +130,17 @@ fn for_each_query(ctx: &OpContext, q: &Tensor, mut f: impl FnMut(u64, u64, u64, 
 }
 
 /// `(key, scale · ⟨q, k⟩)` for every visible key.
-fn scores(a: &Attention, ctx: &OpContext, q: &Tensor, k: &Tensor, [b, s, g, r]: [u64; 4]) -> Vec<(u64, f64)> {
+fn scores(a: &Attention, ctx: &OpContext, ins: &[&Tensor], [b, s, g, r]: [u64; 4]) -> Vec<(u64, f64)> {
+    let (q, k) = (ins[0], ins[1]);
+    let first = match (a.mask.documents, ins) {
+        (Documents::Apart, [.., first]) => first.data[first.at(&[b, s])] as u64,
+        (Documents::Apart | Documents::Joined, _) => 0,
+    };
     let d = q.dim(4);
     let query = &q.data[q.at(&[b, s, g, r, 0])..][..d];
     let position = ctx.position('s', s);
     (0..k.dims[1])
-        .filter(|t| a.mask.sees(position, ctx.position('t', *t)))
+        .filter(|t| a.mask.sees(position, first, ctx.position('t', *t)))
         .map(|t| (t, a.scale * dot(query, &k.data[k.at(&[b, t, g, 0])..][..d])))
         .collect()
 }

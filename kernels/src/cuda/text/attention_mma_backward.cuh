@@ -1,12 +1,12 @@
 // A block has 64 keys of one key/value head and goes over query heads and tiles of queries in order: S^T = K Q^T, dP^T = V dO^T.
 DP_KERNEL(dp_attention_grad_keys)(DP_IN(elem) q, DP_IN(elem) k, DP_IN(elem) v, DP_IN(elem) dout, DP_IN(acc) lse, DP_IN(acc) delta, DP_OUT(elem) dk, DP_OUT(elem) dv,
-                                  i64 queries, i64 keys, i64 groups, i64 heads, i64 valid_g, i64 valid_r, i64 first_query, i64 first_key, i64 window, i64 chunk, i64 blocks) {
+                                  i64 queries, i64 keys, i64 groups, i64 heads, i64 valid_g, i64 valid_r, i64 first_query, i64 first_key, i64 window, i64 chunk, i64 blocks, DP_IN(i32) documents) {
     DP_SHARED(elem, tk, 0, ROWS * PITCH_D);
     DP_SHARED(elem, tv, ROWS * PITCH_D * 2, ROWS * PITCH_V);
     DP_SHARED(elem, tq, ROWS * (PITCH_D + PITCH_V) * 2, STEP * PITCH_D);
     DP_SHARED(elem, td, (ROWS * (PITCH_D + PITCH_V) + STEP * PITCH_D) * 2, STEP * PITCH_V);
     DP_SHARED(float, rows, (ROWS + STEP) * (PITCH_D + PITCH_V) * 2, 2 * STEP);
-    Shape s = {queries, keys, groups, heads, valid_g, valid_r, first_query, first_key, window, chunk, blocks};
+    Shape s = {queries, keys, groups, heads, valid_g, valid_r, first_query, first_key, window, chunk, blocks, documents};
     i64 tiles = (keys + ROWS - 1) / ROWS, at = blockIdx.x;
     i64 k0 = at % tiles * ROWS, g = at / tiles % groups, b = at / tiles / groups, stride = groups * heads;
     dp_fetch<ROWS, D>(tk, k + (b * keys * groups + g) * D, groups * D, 1, k0, keys, 0, D);
@@ -19,7 +19,7 @@ DP_KERNEL(dp_attention_grad_keys)(DP_IN(elem) q, DP_IN(elem) k, DP_IN(elem) v, D
     for (i64 r = 0; g < valid_g && r < valid_r; r++) {
         i64 row0 = (b * queries * groups + g) * heads + r;
         for (i64 q0 = 0; q0 < queries; q0 += STEP) {
-            if (dp_hidden(s, q0, STEP, k0, ROWS)) continue;
+            if (dp_hidden(s, b, q0, STEP, k0, ROWS)) continue;
             __syncthreads();
             dp_fetch<STEP, D>(tq, q + row0 * D, stride * D, 1, q0, queries, 0, D);
             dp_fetch<STEP, DV>(td, dout + row0 * DV, stride * DV, 1, q0, queries, 0, DV);
@@ -39,7 +39,7 @@ DP_KERNEL(dp_attention_grad_keys)(DP_IN(elem) q, DP_IN(elem) k, DP_IN(elem) v, D
                 DP_UNROLL
                 for (int e = 0; e < 2; e++) {
                     int i = j * 8 + l % 4 * 2 + e;
-                    i64 query = q0 + i, from = dp_first_seen(s, query), end = query < queries ? dp_end_seen(s, query) : 0;
+                    i64 query = q0 + i, from = dp_first_seen(s, b, query), end = query < queries ? dp_end_seen(s, query) : 0;
                     float norm = dp_ld(rows, i), along = dp_ld(rows, STEP + i);
                     DP_UNROLL
                     for (int h = 0; h < 2; h++) {
@@ -63,12 +63,12 @@ DP_KERNEL(dp_attention_grad_keys)(DP_IN(elem) q, DP_IN(elem) k, DP_IN(elem) v, D
 
 // A block has 64 queries of one head and goes over tiles of keys in order.
 DP_KERNEL(dp_attention_grad_queries)(DP_IN(elem) q, DP_IN(elem) k, DP_IN(elem) v, DP_IN(elem) dout, DP_IN(acc) lse, DP_IN(acc) delta, DP_OUT(elem) dq, i64 queries,
-                                     i64 keys, i64 groups, i64 heads, i64 valid_g, i64 valid_r, i64 first_query, i64 first_key, i64 window, i64 chunk, i64 blocks) {
+                                     i64 keys, i64 groups, i64 heads, i64 valid_g, i64 valid_r, i64 first_query, i64 first_key, i64 window, i64 chunk, i64 blocks, DP_IN(i32) documents) {
     DP_SHARED(elem, tq, 0, ROWS * PITCH_D);
     DP_SHARED(elem, td, ROWS * PITCH_D * 2, ROWS * PITCH_V);
     DP_SHARED(elem, tk, ROWS * (PITCH_D + PITCH_V) * 2, STEP * PITCH_D);
     DP_SHARED(elem, tv, (ROWS * (PITCH_D + PITCH_V) + STEP * PITCH_D) * 2, STEP * PITCH_V);
-    Shape s = {queries, keys, groups, heads, valid_g, valid_r, first_query, first_key, window, chunk, blocks};
+    Shape s = {queries, keys, groups, heads, valid_g, valid_r, first_query, first_key, window, chunk, blocks, documents};
     i64 tiles = (queries + ROWS - 1) / ROWS, at = blockIdx.x;
     i64 q0 = (tiles - 1 - at % tiles) * ROWS, r = at / tiles % heads, g = at / tiles / heads % groups, b = at / tiles / heads / groups;
     i64 stride = groups * heads, row0 = (b * queries * groups + g) * heads + r;
@@ -82,14 +82,14 @@ DP_KERNEL(dp_attention_grad_queries)(DP_IN(elem) q, DP_IN(elem) k, DP_IN(elem) v
     for (int h = 0; h < 2; h++) {
         i64 query = mine + h * 8;
         bool inside = query < queries;
-        from[h] = dp_first_seen(s, query), end[h] = inside ? dp_end_seen(s, query) : 0;
+        from[h] = dp_first_seen(s, b, query), end[h] = inside ? dp_end_seen(s, query) : 0;
         norm[h] = inside ? dp_ld(lse, row0 + query * stride) * LOG2_E : 0.0f;
         along[h] = inside ? dp_ld(delta, row0 + query * stride) : 0.0f;
     }
     float gq[D / 8][4];
     dp_clear<D>(gq);
     for (i64 k0 = 0; k0 < hi; k0 += STEP) {
-        if (dp_hidden(s, q0, ROWS, k0, STEP)) continue;
+        if (dp_hidden(s, b, q0, ROWS, k0, STEP)) continue;
         __syncthreads();
         dp_fetch<STEP, D>(tk, k + (b * keys * groups + g) * D, groups * D, 1, k0, keys, 0, D);
         dp_fetch<STEP, DV>(tv, v + (b * keys * groups + g) * DV, groups * DV, 1, k0, keys, 0, DV);

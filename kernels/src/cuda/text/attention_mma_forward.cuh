@@ -1,9 +1,9 @@
 DP_KERNEL(dp_attention)(DP_IN(elem) q, DP_IN(elem) k, DP_IN(elem) v, DP_OUT(elem) o, DP_OUT(acc) lse, i64 queries, i64 keys, i64 groups, i64 heads, i64 valid_g,
-                        i64 valid_r, i64 first_query, i64 first_key, i64 window, i64 chunk, i64 blocks) {
+                        i64 valid_r, i64 first_query, i64 first_key, i64 window, i64 chunk, i64 blocks, DP_IN(i32) documents) {
     DP_SHARED(elem, tq, 0, ROWS * PITCH_D);
     DP_SHARED(elem, tk, ROWS * PITCH_D * 2, 2 * STEP * PITCH_D);
     DP_SHARED(elem, tv, (ROWS + 2 * STEP) * PITCH_D * 2, 2 * STEP * PITCH_V);
-    Shape s = {queries, keys, groups, heads, valid_g, valid_r, first_query, first_key, window, chunk, blocks};
+    Shape s = {queries, keys, groups, heads, valid_g, valid_r, first_query, first_key, window, chunk, blocks, documents};
     i64 tiles = (queries + ROWS - 1) / ROWS, at = blockIdx.x;
     // The last tiles of a causal mask see the most: they begin first.
     i64 q0 = (tiles - 1 - at % tiles) * ROWS, r = at / tiles % heads, g = at / tiles / heads % groups, b = at / tiles / heads / groups;
@@ -11,7 +11,7 @@ DP_KERNEL(dp_attention)(DP_IN(elem) q, DP_IN(elem) k, DP_IN(elem) v, DP_OUT(elem
     i64 hi = real ? keys : 0;
     // The next tile of keys that some query of the block sees.
     auto next = [&](i64 k0) {
-        while (k0 < hi && dp_hidden(s, q0, ROWS, k0, STEP)) k0 += STEP;
+        while (k0 < hi && dp_hidden(s, b, q0, ROWS, k0, STEP)) k0 += STEP;
         return k0;
     };
     i64 lo = next(0);
@@ -27,7 +27,7 @@ DP_KERNEL(dp_attention)(DP_IN(elem) q, DP_IN(elem) k, DP_IN(elem) v, DP_OUT(elem
     dp_cp_commit();
     int warp = threadIdx.x / 32, l = threadIdx.x % 32;
     i64 mine = q0 + warp * 16 + l / 4;
-    i64 from[2] = {dp_first_seen(s, mine), dp_first_seen(s, mine + 8)}, end[2] = {dp_end_seen(s, mine), dp_end_seen(s, mine + 8)};
+    i64 from[2] = {dp_first_seen(s, b, mine), dp_first_seen(s, b, mine + 8)}, end[2] = {dp_end_seen(s, mine), dp_end_seen(s, mine + 8)};
     // In units of log 2: exp(x) = exp2(x log2 e).
     float top[2] = {dp_minus_infinity<float>(), dp_minus_infinity<float>()}, sum[2] = {0.0f, 0.0f};
     float out[DV / 8][4];

@@ -3,7 +3,7 @@
 //   backward: P = exp(S - lse), dP = dO V^T, dS = P (dP - delta) with delta = <dO, O>; dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K.
 // dK and dV sum over query heads and tiles in order within one block: no atomics, one result. Eight threads share a row of a tile; thread t has its
 // columns t % 8, t % 8 + 8, ... Who sees whom stands in `attention_shape.cuh`. Padding heads (g >= valid_g or r >= valid_r) give 0.
-// Config: elem, acc, THREADS = 256, D (of queries and keys), DV (of values), BOUND, ADD, SCALE.
+// Config: elem, acc, THREADS = 256, D (of queries and keys), DV (of values), BOUND, DOCUMENTS, ADD, SCALE.
 constexpr int TILE = 32, PITCH_D = D + 1, PITCH_V = DV + 1, PITCH_S = TILE + 1, ND = (D + 7) / 8, NV = (DV + 7) / 8;
 
 // Rows [row, row + TILE) of a matrix whose rows are `pitch` apart, zero from `rows` on.

@@ -1,10 +1,10 @@
 DP_KERNEL(dp_attention)(DP_IN(elem) q, DP_IN(elem) k, DP_IN(elem) v, DP_OUT(elem) o, DP_OUT(acc) lse, i64 queries, i64 keys, i64 groups, i64 heads, i64 valid_g,
-                        i64 valid_r, i64 first_query, i64 first_key, i64 window, i64 chunk, i64 blocks) {
+                        i64 valid_r, i64 first_query, i64 first_key, i64 window, i64 chunk, i64 blocks, DP_IN(i32) documents) {
     DP_SHARED(acc, tq, 0, TILE * PITCH_D);
     DP_SHARED(acc, tk, TILE * PITCH_D * sizeof(acc), TILE * PITCH_D);
     DP_SHARED(acc, tv, 2 * TILE * PITCH_D * sizeof(acc), TILE * PITCH_V);
     DP_SHARED(acc, tp, TILE * (2 * PITCH_D + PITCH_V) * sizeof(acc), TILE * PITCH_S);
-    Shape s = {queries, keys, groups, heads, valid_g, valid_r, first_query, first_key, window, chunk, blocks};
+    Shape s = {queries, keys, groups, heads, valid_g, valid_r, first_query, first_key, window, chunk, blocks, documents};
     i64 tiles = (queries + TILE - 1) / TILE, at = blockIdx.x;
     i64 q0 = at % tiles * TILE, r = at / tiles % heads, g = at / tiles / heads % groups, b = at / tiles / heads / groups;
     bool real = g < valid_g && r < valid_r;
@@ -12,12 +12,12 @@ DP_KERNEL(dp_attention)(DP_IN(elem) q, DP_IN(elem) k, DP_IN(elem) v, DP_OUT(elem
     i64 stride = groups * heads, row0 = (b * queries * groups + g) * heads + r;
     dp_load_tile<D>(tq, q, row0 * D, stride * D, q0, queries);
     int i = threadIdx.x / 8, part = threadIdx.x % 8;
-    i64 mine = q0 + i, from = dp_first_seen(s, mine), end = dp_end_seen(s, mine);
+    i64 mine = q0 + i, from = dp_first_seen(s, b, mine), end = dp_end_seen(s, mine);
     acc top = dp_minus_infinity<acc>(), sum = acc(0), out[NV];
     DP_UNROLL
     for (int c = 0; c < NV; c++) out[c] = acc(0);
     for (i64 k0 = 0; k0 < hi; k0 += TILE) {
-        if (dp_hidden(s, q0, TILE, k0, TILE)) continue;
+        if (dp_hidden(s, b, q0, TILE, k0, TILE)) continue;
         __syncthreads();
         dp_load_tile<D>(tk, k, (b * keys * groups + g) * D, groups * D, k0, keys);
         dp_load_tile<DV>(tv, v, (b * keys * groups + g) * DV, groups * DV, k0, keys);

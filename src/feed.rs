@@ -1,11 +1,13 @@
 //! What a step trains on: rows of a token source, or random ones, as the inputs of a graph.
 //!
 //! Row `r` of a step that begins at position `p` is sequence `p + r` of the source, whatever the plan: ranks and micro-batches take their rows from the
-//! step's batch ([`crate::runtime::batch`]). [`Batches`] reads ahead on a thread of its own.
+//! step's batch ([`crate::runtime::batch`]). A model that keeps documents apart has a third input, where the document of each token begins: it follows from the tokens
+//! and the one that ends a document ([`dplan_ir::documents`]). [`Batches`] reads ahead on a thread of its own.
 
 use crate::checkpoint::DataMark;
 use crate::data::{DataError, SequenceOrder, TokenSource};
 use crate::runtime::{Batch, Rows};
+use dplan_ir::documents;
 use dplan_ir::dtype::DType;
 use dplan_ir::entity::ValueId;
 use dplan_ir::graph::Graph;
@@ -20,6 +22,9 @@ use thiserror::Error;
 /// Batches that are read before they are asked for.
 const AHEAD: usize = 2;
 
+/// Tokens of a document among random tokens, in the mean.
+const RANDOM_DOCUMENT: u64 = 8;
+
 #[derive(Debug, Error)]
 pub enum FeedError {
     #[error(transparent)]
@@ -28,6 +33,12 @@ pub enum FeedError {
         "the model has inputs {inputs}; a data file gives `tokens` and `targets` of shape [batch, sequence] only: leave --data out to train on random values"
     )]
     Inputs { inputs: String },
+    #[error("the model keeps documents apart: --document-end says which token ends one in {file}")]
+    NoEnd { file: String },
+    #[error("no attention of the model keeps documents apart: `compile --documents apart` makes one that does; or leave --document-end out")]
+    NotApart,
+    #[error("no token {end} ends a document: ids go from 0 to {}", vocab.saturating_sub(1))]
+    End { end: u64, vocab: u64 },
 }
 
 /// A supplier of batches.
@@ -37,6 +48,8 @@ pub struct Feed {
     batch: u64,
     targets: u64,
     seed: u64,
+    /// Ends a document.
+    end: Option<i32>,
 }
 
 struct Input {
@@ -48,6 +61,15 @@ struct Input {
     limit: u64,
     /// How its positions lie, and their number, if it has positions.
     order: (Order, u64),
+    holds: Holds,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Holds {
+    /// Tokens, targets, or whatever a model of our own JSON takes.
+    Data,
+    /// Where the document of each token begins.
+    Documents,
 }
 
 impl Input {
@@ -72,6 +94,7 @@ impl Feed {
     /// # Errors
     /// If the file cannot be read, does not fit the model, or the model does not take tokens.
     pub fn new(graph: &Graph, data: Option<&Path>, batch: u64, seed: u64) -> Result<Feed, FeedError> {
+        let documents = documents::input(graph);
         let inputs: Vec<Input> = graph
             .inputs
             .iter()
@@ -84,14 +107,15 @@ impl Feed {
                     row: sizes.product(),
                     limit: token_limit(graph, v),
                     order: (graph.order, positions.map_or(0, |&d| graph.size(d))),
+                    holds: if documents == Some(v) { Holds::Documents } else { Holds::Data },
                 }
             })
             .collect();
         let source = match data {
             None => None,
             Some(path) => {
-                let sequences = inputs.len() == 2 && inputs.iter().all(|i| i.dtype == DType::I32 && i.row == inputs[0].row);
-                if !sequences {
+                let of_data = inputs.iter().filter(|i| i.holds == Holds::Data).count();
+                if of_data != 2 || inputs.iter().any(|i| i.dtype != DType::I32 || i.row != inputs[0].row) {
                     let shapes: Vec<String> = graph
                         .inputs
                         .iter()
@@ -99,11 +123,28 @@ impl Feed {
                         .collect();
                     return Err(FeedError::Inputs { inputs: shapes.join(", ") });
                 }
-                let vocab = inputs.iter().map(|i| i.limit).min().unwrap_or(0);
-                Some(TokenSource::open(path, vocab, inputs[0].row, batch)?)
+                Some(TokenSource::open(path, vocabulary(&inputs), inputs[0].row, batch)?)
             }
         };
-        Ok(Feed { source, inputs, batch, targets: target_count(graph, batch), seed })
+        Ok(Feed { source, inputs, batch, targets: target_count(graph, batch), seed, end: None })
+    }
+
+    /// The same data, in which a token ends each document. Without, a sequence is one document; random tokens have random documents.
+    ///
+    /// # Errors
+    /// If the model keeps documents apart and nothing says where they end, or the other way round; or if there is no such token.
+    pub fn with_documents(self, end: Option<u64>) -> Result<Feed, FeedError> {
+        let apart = self.inputs.iter().any(|i| i.holds == Holds::Documents);
+        match (end, &self.source) {
+            (None, Some(source)) if apart => Err(FeedError::NoEnd { file: source.mark().file }),
+            (None, _) => Ok(self),
+            (Some(_), _) if !apart => Err(FeedError::NotApart),
+            (Some(end), _) => {
+                let vocab = vocabulary(&self.inputs);
+                let known = i32::try_from(end).ok().filter(|_| end < vocab).ok_or(FeedError::End { end, vocab })?;
+                Ok(Feed { end: Some(known), ..self })
+            }
+        }
     }
 
     /// The same data in another order than the file's.
@@ -122,7 +163,7 @@ impl Feed {
     }
     /// What the data is; `None` if it is random.
     pub fn mark(&self) -> Option<DataMark> {
-        self.source.as_ref().map(TokenSource::mark)
+        self.source.as_ref().map(|source| DataMark { document_end: self.end, ..source.mark() })
     }
 
     /// The inputs of a step, of a run whose steps all have this batch.
@@ -143,7 +184,17 @@ impl Feed {
         for (r, (tokens, targets)) in tokens.chunks_exact_mut(row).zip(targets.chunks_exact_mut(row)).enumerate() {
             source.sequence(position + r as u64, tokens, targets);
         }
-        Batch { inputs: vec![Rows::Tokens(self.inputs[0].arrange(tokens)), Rows::Tokens(self.inputs[1].arrange(targets))] }
+        let first = self.end.map(|end| tokens.chunks_exact(row).flat_map(|row| documents::first_positions(row, end)).collect());
+        let first = first.unwrap_or_else(|| vec![0; tokens.len()]);
+        let mut data = [tokens, targets].into_iter();
+        let rows = |input: &Input| {
+            let values = match input.holds {
+                Holds::Documents => first.clone(),
+                Holds::Data => data.next().expect("tokens and targets: checked when the file was opened"),
+            };
+            Rows::Tokens(input.arrange(values))
+        };
+        Batch { inputs: self.inputs.iter().map(rows).collect() }
     }
 
     fn random(&self, input: &Input, position: u64) -> Rows {
@@ -152,7 +203,14 @@ impl Feed {
         let draw = |i: u64| init::element(normal, self.seed, name_hash(&input.name), position * input.row + i);
         if input.dtype == DType::I32 {
             // The normal distribution function would be exact; the low bits of a normal number are uniform enough for a smoke test.
-            Rows::Tokens(input.arrange((0..elems).map(|i| ((draw(i).to_bits() >> 8) % input.limit.max(1)) as i32).collect()))
+            let below = |limit: u64| (0..elems).map(|i| ((draw(i).to_bits() >> 8) % limit) as i32).collect::<Vec<_>>();
+            Rows::Tokens(input.arrange(match input.holds {
+                Holds::Data => below(input.limit.max(1)),
+                Holds::Documents => {
+                    let ends = below(RANDOM_DOCUMENT);
+                    ends.chunks(input.row.max(1) as usize).flat_map(|row| documents::first_positions(row, 0)).collect()
+                }
+            }))
         } else {
             Rows::Values(input.arrange((0..elems).map(draw).collect()))
         }
@@ -194,6 +252,11 @@ impl Batches {
         self.position += self.step;
         Ok((begins, batch))
     }
+}
+
+/// Token ids that every input of data accepts.
+fn vocabulary(inputs: &[Input]) -> u64 {
+    inputs.iter().filter(|i| i.holds == Holds::Data).map(|i| i.limit).min().unwrap_or(0)
 }
 
 /// Elements that the loss is the mean over, in a step of `batch` sequences.

@@ -10,6 +10,10 @@ use crate::graph::{Layout, Type};
 use crate::op::{Correction, Op};
 use crate::rule::rule;
 
+/// No op has more operands, or more results.
+pub const MOST_OPERANDS: usize = 7;
+pub const MOST_RESULTS: usize = 3;
+
 /// Number of operands and results.
 pub fn arity(op: &Op) -> (usize, usize) {
     match op {

@@ -92,6 +92,19 @@ pub enum Documents {
     Apart,
 }
 
+impl Documents {
+    pub const ALL: [Documents; 2] = [Documents::Joined, Documents::Apart];
+    pub fn name(self) -> &'static str {
+        match self {
+            Documents::Joined => "joined",
+            Documents::Apart => "apart",
+        }
+    }
+    pub fn from_name(name: &str) -> Option<Documents> {
+        Documents::ALL.into_iter().find(|d| d.name() == name)
+    }
+}
+
 /// Which keys a query sees.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Mask {

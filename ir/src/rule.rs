@@ -171,9 +171,7 @@ pub fn rule(op: &Op, in_ranks: &[usize], out_ranks: &[usize]) -> Rule {
         Op::Append => fixed(&["btgn", "btm"], &["btgd"], &append_split),
         Op::AppendGradHead => fixed(&["btgd"], &["btgn"], &append_split),
         Op::AppendGradTail => fixed(&["btgd"], &["btm"], &append_split),
-        Op::AttentionGrad(a) => {
-            fixed(&masked(a, &["bsgrd", "btgd", "btge", "bsgre", "bsgr", "bsgre"]), &["bsgrd", "btgd", "btge"], &attention_split)
-        }
+        Op::AttentionGrad(a) => fixed(&masked(a, &["bsgrd", "btgd", "btge", "bsgre", "bsgr", "bsgre"]), &["bsgrd", "btgd", "btge"], &attention_split),
         Op::Embed => fixed(&["vh", "bs"], &["bsh"], &tokens_exact),
         Op::EmbedGrad => fixed(&["bs", "bsh"], &["vh"], &tokens_exact),
         Op::AddPosition => fixed(&["bsh", "ph"], &["bsh"], &position_split),

@@ -49,6 +49,9 @@ pub struct DataMark {
     pub order: String,
     /// Hash of the first tokens.
     pub hash: String,
+    /// The token that ends a document, where these are kept apart.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub document_end: Option<i32>,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]

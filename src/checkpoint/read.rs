@@ -101,7 +101,8 @@ impl Checkpoint {
                 |d| format!("{} tokens of {} in sequences of {} ({}, hash {})", d.tokens, d.file, d.seq, d.order, d.hash),
             )
         };
-        let same = |a: &DataMark, b: &DataMark| (a.tokens, a.seq, &a.order, &a.hash) == (b.tokens, b.seq, &b.order, &b.hash);
+        let same =
+            |a: &DataMark, b: &DataMark| (a.tokens, a.seq, &a.order, &a.hash, a.document_end) == (b.tokens, b.seq, &b.order, &b.hash, b.document_end);
         match (&m.data, expected.data) {
             (None, None) => Ok(()),
             (Some(a), Some(b)) if same(a, b) => Ok(()),

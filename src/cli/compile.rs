@@ -10,6 +10,7 @@ use crate::compile::{CompileError, Compiled, Options, compile, fewest_devices};
 use crate::export;
 use anyhow::Context;
 use clap::ValueEnum;
+use dplan_ir::documents;
 use dplan_ir::dtype::DType;
 use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::Optimizer;
@@ -47,6 +48,10 @@ pub struct Args {
     /// stream, or `config` for the rates of the config's keys (resid_pdrop, embd_pdrop, hidden_dropout, hidden_dropout_prob). Attention probabilities are never dropped.
     #[arg(long, value_name = "P|config", value_parser = dropout::asked)]
     dropout: Option<dropout::Asked>,
+    /// Whether tokens see other documents of their sequence. Kept apart, `run --document-end` says which token ends one; positions go on counting from the sequence's
+    /// beginning.
+    #[arg(long, default_value = "joined", value_name = "HOW")]
+    documents: Documents,
     /// Choices already made: dp tp pp micro zero recompute schedule sp; values joined by +, zero@0-11=3 for a range of layers.
     #[arg(long, default_value = "", value_name = "k=v,…")]
     pin: String,
@@ -80,6 +85,14 @@ pub struct Args {
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Documents {
+    /// A token sees all before it.
+    Joined,
+    /// A token sees what is before it in its own document.
+    Apart,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -127,6 +140,10 @@ pub fn run(args: Args) -> Result<Outcome> {
     let mut model = model::load_for(&args.model, &args.options, default_precision(&cluster))?;
     let mut notes = model.notes.clone();
     notes.extend(dropout::apply(&mut model, args.dropout)?);
+    if args.documents == Documents::Apart {
+        model.graph = documents::keep_apart(&model.graph).with_context(|| format!("--documents apart: {}", model.name))?;
+        notes.push("no token sees another document of its sequence; the cost is counted as if each saw all before it".into());
+    }
     let batch = args.batch.unwrap_or_else(|| {
         let batch = DEFAULT_BATCH * cluster.devices();
         notes.push(format!("batch {batch}: {DEFAULT_BATCH} sequences a device; --batch says otherwise"));

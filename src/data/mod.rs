@@ -108,7 +108,14 @@ impl TokenSource {
             Origin::Stream(stream) => xxh3_64(stream.head(HEAD)),
             Origin::Rows(rows) => xxh3_64(&rows.iter().flat_map(|t| t.to_le_bytes()).take(HEAD).collect::<Vec<u8>>()),
         };
-        DataMark { file: self.file.clone(), tokens: self.tokens(), seq: self.seq, order: self.order.name().into(), hash: hex(hash) }
+        DataMark {
+            file: self.file.clone(),
+            tokens: self.tokens(),
+            seq: self.seq,
+            order: self.order.name().into(),
+            hash: hex(hash),
+            document_end: None,
+        }
     }
 
     /// Fills the `seq` tokens and targets of row `row` of step `step`, of a run whose steps all have the source's batch.

@@ -4,6 +4,7 @@
 //! are not the smallest case's and their sizes, and every step makes it less, so this ends.
 
 use dplan_ir::dtype::DType;
+use dplan_ir::op::Documents;
 use dplan_ir::optimizer::{DecayGroups, Optimizer};
 use dplan_ir::plan::{Clip, Gathered, Offload, Recompute, Schedule, Zero};
 use dplan_planner::drawn::{Boundary, Case, Ffn, Model, Sight, Split, Way};
@@ -97,6 +98,7 @@ fn simpler(case: &Case) -> Vec<Case> {
     offer(&|c| c.model.tied = false);
     offer(&|c| c.model.learned_positions = false);
     offer(&|c| c.model.dropout = 0);
+    offer(&|c| c.model.documents = Documents::Joined);
     offer(&|c| c.model.vocab = Model::SMALLEST.vocab);
     offer(&|c| c.optimizer = Optimizer::Sgd);
     offer(&|c| c.clip = Clip::None);

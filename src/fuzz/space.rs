@@ -1,6 +1,7 @@
 //! The dimensions of the space, and draws in which none of them is rare.
 
 use dplan_ir::dtype::DType;
+use dplan_ir::op::Documents;
 use dplan_ir::optimizer::{DecayGroups, Optimizer};
 use dplan_ir::plan::{Clip, Gathered, Offload, Recompute, Schedule, Store};
 use dplan_planner::drawn::{Boundary, Case, Dice, Ffn, Sight, Split, Way};
@@ -9,7 +10,7 @@ use dplan_planner::drawn::{Boundary, Case, Dice, Ffn, Sight, Split, Way};
 pub type Dimension = (&'static str, fn(&Case) -> bool);
 
 /// Everything that a case can have. Something that needs several ranks to mean anything is only counted where there are several.
-pub const DIMENSIONS: [Dimension; 63] = [
+pub const DIMENSIONS: [Dimension; 64] = [
     ("gated", |c| c.model.ffn == Ffn::Gated),
     ("plain", |c| c.model.ffn == Ffn::Plain),
     ("experts", |c| c.model.ffn == Ffn::Experts),
@@ -21,6 +22,7 @@ pub const DIMENSIONS: [Dimension; 63] = [
     ("tied over stages", |c| c.model.tied && c.pp() > 1 && !matches!(c.schedule, Schedule::ZbV)),
     ("learned positions", |c| c.model.learned_positions),
     ("dropout", |c| c.model.dropout > 0),
+    ("documents apart", |c| c.model.documents == Documents::Apart),
     ("dp 2", |c| c.dp == 2),
     ("dp 3", |c| c.dp == 3),
     ("dp 4", |c| c.dp == 4),

@@ -4,7 +4,9 @@ use crate::dtype::DType;
 use crate::entity::{BucketId, BufferId, DimId, EventId, FormId, NodeId, ParamId, SegmentId, Table, ValueId};
 use crate::graph::{Def, Dim, Graph, Init, Layout, Narrow, Node, Param, Phase, Piece, Type, Value};
 use crate::mesh::{Axis, AxisSet, Mesh};
-use crate::op::{Activation, Attention, Correction, Documents, GroupScore, Groups, Mask, Op, Pairs, Renormalize, Rope, Rotation, Router, Score, Spec};
+use crate::op::{
+    Activation, Attention, Correction, Documents, GroupScore, Groups, Mask, Op, Pairs, Renormalize, Rope, Rotation, Router, Score, Spec,
+};
 use crate::optimizer::Optimizer;
 use crate::order::Order;
 use crate::program::{
@@ -59,7 +61,7 @@ impl Rng {
     }
 }
 
-const OPS: u64 = 43;
+pub const OPS: u64 = 43;
 
 /// The op of one kind, with any attributes.
 pub fn op(kind: u64, rng: &mut Rng) -> Op {

@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use crate::op::{Activation, Attention, Correction, Documents, GroupScore, Groups, Mask, Op, Pairs, Renormalize, Rope, Rotation, Router, Score, Spec};
+use crate::op::{
+    Activation, Attention, Correction, Documents, GroupScore, Groups, Mask, Op, Pairs, Renormalize, Rope, Rotation, Router, Score, Spec,
+};
 use crate::text::lexer::{is_word, quote};
 use crate::text::parser::{Parsed, Parser};
 

@@ -2,6 +2,7 @@
 
 use super::arbitrary::{self, Rng};
 use super::*;
+use crate::infer::{MOST_OPERANDS, MOST_RESULTS, arity};
 
 fn parsed<T>(text: &str, result: Result<T, ParseError>) -> T {
     result.unwrap_or_else(|e| panic!("{e}\n{text}"))
@@ -195,4 +196,12 @@ fn a_short_text_cannot_make_a_large_program() {
     }
     let table = format!("graph \"g\" table t = [{}0] layer 0 {{ {} }}", "0,".repeat(100_000), "%x = rope t (): f32[] ".repeat(100));
     assert_eq!(parse_graph(&table).map_err(|e| e.expected).err().as_deref(), Some("at most 4194304"));
+}
+
+#[test]
+fn no_op_has_more_operands_and_results_than_the_most() {
+    let mut rng = Rng(5);
+    let arities = (0..20 * arbitrary::OPS).map(|n| arity(&arbitrary::op(n % arbitrary::OPS, &mut rng)));
+    let most = arities.fold((0, 0), |most, (ins, outs)| (most.0.max(ins), most.1.max(outs)));
+    assert_eq!(most, (MOST_OPERANDS, MOST_RESULTS));
 }

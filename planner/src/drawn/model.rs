@@ -2,13 +2,14 @@
 
 use super::Dice;
 use dplan_ir::build::Builder;
+use dplan_ir::documents;
 use dplan_ir::dropout::{self, Rates};
 use dplan_ir::dtype::DType;
 use dplan_ir::entity::{DimId, ValueId};
 use dplan_ir::grad::differentiate;
 use dplan_ir::graph::{Graph, Init};
 use dplan_ir::interp::Tensor;
-use dplan_ir::op::{Activation, Attention, Mask, Op, Renormalize, Rope, Rotation, Router, Score, Spec};
+use dplan_ir::op::{Activation, Attention, Documents, Mask, Op, Renormalize, Rope, Rotation, Router, Score, Spec};
 
 /// What follows attention in a block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -86,6 +87,7 @@ pub struct Model {
     pub learned_positions: bool,
     /// Percent that is dropped of the embedding and of each term of residual streams.
     pub dropout: u64,
+    pub documents: Documents,
 }
 
 impl Model {
@@ -101,6 +103,7 @@ impl Model {
         tied: false,
         learned_positions: false,
         dropout: 0,
+        documents: Documents::Joined,
     };
 
     /// Any of them.
@@ -116,6 +119,7 @@ impl Model {
             tied: dice.one_in(2),
             learned_positions: dice.one_in(2),
             dropout: dice.pick(&[0, 0, 10, 50]),
+            documents: if dice.one_in(4) { Documents::Apart } else { Documents::Joined },
         }
     }
 
@@ -129,7 +133,11 @@ impl Model {
     /// # Panics
     /// Never: every model builds, as tests try.
     pub fn graph(&self, batch: u64, dtype: DType) -> Graph {
-        let forward = Decoder::new(self, batch, dtype).build(self);
+        let decoder = Decoder::new(self, batch, dtype).build(self);
+        let forward = match self.documents {
+            Documents::Joined => decoder,
+            Documents::Apart => decoder.and_then(|g| documents::keep_apart(&g).map_err(|e| e.to_string())),
+        };
         let rate = self.dropout as f64 / 100.0;
         let dropped = forward.map(|g| dropout::insert(&g, Rates { embedding: rate, residual: rate }));
         let graph = dropped.and_then(|g| differentiate(&g).map_err(|e| e.to_string()));
@@ -137,9 +145,23 @@ impl Model {
     }
 }
 
-/// Token inputs of a micro-batch.
+/// The inputs of a micro-batch: token ids; and where documents begin, of two tokens in the mean.
 pub fn inputs(graph: &Graph, vocab: u64, dice: &mut Dice) -> Vec<Tensor> {
-    graph.inputs.iter().map(|&v| Tensor::from_fn(&graph.shape(v), |_| dice.roll(vocab) as f64)).collect()
+    let documents = documents::input(graph);
+    let mut one = |value: ValueId| {
+        let shape = graph.shape(value);
+        if Some(value) != documents {
+            return Tensor::from_fn(&shape, |_| dice.roll(vocab) as f64);
+        }
+        let sequences: Vec<Vec<i32>> = (0..shape[0])
+            .map(|_| {
+                let ends: Vec<i32> = (0..shape[1]).map(|_| dice.roll(2) as i32).collect();
+                documents::first_positions(&ends, 0)
+            })
+            .collect();
+        Tensor::from_fn(&shape, |i| f64::from(sequences[i[0] as usize][graph.order.position(i[1], shape[1]) as usize]))
+    };
+    graph.inputs.iter().map(|&v| one(v)).collect()
 }
 
 /// A decoder being built, with its dims.

@@ -3,6 +3,7 @@
 use super::case::MOST;
 use super::{Boundary, Case, Ffn, Sight, Split, Way};
 use dplan_ir::dtype::DType;
+use dplan_ir::op::Documents;
 use dplan_ir::optimizer::{DecayGroups, Optimizer};
 use dplan_ir::plan::{Clip, Gathered, Offload, Recompute, Schedule};
 use std::fmt;
@@ -27,7 +28,7 @@ type Key = (&'static str, fn(&Case) -> String, fn(&mut Case, &str) -> Option<()>
 const NUMBER: &str = "a number";
 
 /// All choices; what others depend on comes first.
-const KEYS: [Key; 30] = [
+const KEYS: [Key; 31] = [
     ("blocks", |c| c.model.blocks.to_string(), |c, t| number(&mut c.model.blocks, t), NUMBER),
     ("ffn", |c| c.model.ffn.name().into(), |c, t| name(&mut c.model.ffn, Ffn::from_name(t)), "gated, plain, experts or biased"),
     ("sight", |c| c.model.sight.name().into(), |c, t| name(&mut c.model.sight, Sight::from_name(t)), "causal, window or sinks"),
@@ -38,6 +39,7 @@ const KEYS: [Key; 30] = [
     ("tied", |c| switch_name(c.model.tied), |c, t| name(&mut c.model.tied, switch(t)), "on or off"),
     ("positions", |c| switch_name(c.model.learned_positions), |c, t| name(&mut c.model.learned_positions, switch(t)), "on or off"),
     ("dropout", |c| c.model.dropout.to_string(), |c, t| number(&mut c.model.dropout, t), "a number of percent"),
+    ("documents", |c| c.model.documents.name().into(), |c, t| name(&mut c.model.documents, Documents::from_name(t)), "joined or apart"),
     ("dp", |c| c.dp.to_string(), |c, t| number(&mut c.dp, t), NUMBER),
     ("ep", |c| c.ep.to_string(), |c, t| number(&mut c.ep, t), NUMBER),
     ("cp", |c| c.cp.to_string(), |c, t| number(&mut c.cp, t), NUMBER),

@@ -47,6 +47,9 @@ pub struct Args {
     /// Text (bytes are tokens), `.bin` of u16 or u32 tokens, Megatron `.bin` with its `.idx`, or JSON with `tokens[step][row][col]`; if absent, random tokens.
     #[arg(long, value_name = "FILE")]
     data: Option<PathBuf>,
+    /// The token that ends a document, for a plan compiled with `--documents apart`.
+    #[arg(long, value_name = "ID")]
+    document_end: Option<u64>,
     /// Take the sequences of each epoch in an order of its own.
     #[arg(long)]
     shuffle: bool,
@@ -179,7 +182,8 @@ impl Args {
     /// The batches of a plan.
     fn feed(&self, file: &PlanFile, seed: u64) -> Result<Feed> {
         let order = if self.shuffle { SequenceOrder::Shuffled { seed } } else { SequenceOrder::File };
-        Ok(Feed::new(&file.graph, self.data.as_deref(), file.plan.batch(), seed)?.in_order(order))
+        let feed = Feed::new(&file.graph, self.data.as_deref(), file.plan.batch(), seed)?.in_order(order);
+        Ok(feed.with_documents(self.document_end)?)
     }
 }
 

@@ -11,6 +11,7 @@ use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use dplan_ir::dtype::DType;
+use dplan_ir::infer::{MOST_OPERANDS, MOST_RESULTS};
 use dplan_ir::optimizer::{StepScalars, trust_ratio};
 use dplan_ir::program::Stream;
 use dplan_ir::splitmix;
@@ -279,9 +280,9 @@ impl<'w> Executor<'w> {
         let write = |slot: &Slot| unsafe { arena.write(slot, micro) };
         match &code.actions[item.action as usize] {
             Action::Run { kernel, ins, outs, scratch, write: mode } => {
-                let mut operands = [Block::I32(&[]); 6];
+                let mut operands = [Block::I32(&[]); MOST_OPERANDS];
                 operands.iter_mut().zip(ins).for_each(|(o, slot)| *o = read(slot));
-                let mut results = [const { None }; 3];
+                let mut results = [const { None }; MOST_RESULTS];
                 results.iter_mut().zip(outs).for_each(|(r, slot)| *r = Some(write(slot)));
                 let mut results = results.map(|r| r.unwrap_or(BlockMut::I32(&mut [])));
                 let scratch = match scratch {

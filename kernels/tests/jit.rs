@@ -3,7 +3,7 @@
 mod shim;
 
 use dplan_ir::dtype::DType;
-use dplan_ir::op::{Attention, Mask, Op, Renormalize, Rope, Rotation, Router};
+use dplan_ir::op::{Attention, Documents, Mask, Op, Renormalize, Rope, Rotation, Router};
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::order::Order;
 use dplan_ir::program::Write;
@@ -41,6 +41,7 @@ fn cases(dtype: DType) -> Vec<Case> {
     let heads = |d| vec![letter('b', 1), letter('s', 5), letter('t', 5), letter('g', 1), letter('r', 2), letter('d', d), letter('e', d)];
     let eps = 1e-5;
     let attention = Attention { mask: Mask::CAUSAL, scale: 0.1 };
+    let apart = Attention { mask: Mask { documents: Documents::Apart, ..Mask::CAUSAL }, scale: 0.1 };
     let rope = Rope::whole(Rotation::Forward, (0..64).map(|i| 1e4f64.powf(-f64::from(i) / 64.0)).collect());
     let renormalize = Renormalize::Yes;
     let mut all = vec![
@@ -71,6 +72,8 @@ fn cases(dtype: DType) -> Vec<Case> {
     for d in [64, 128] {
         all.push(case(Op::Attention(attention), &[5, 4, 4], &[5, 4], heads(d), dtype));
         all.push(case(Op::AttentionGrad(attention), &[5, 4, 4, 5, 4, 5], &[5, 4, 4], heads(d), dtype));
+        all.push(case(Op::Attention(apart), &[5, 4, 4, 2], &[5, 4], heads(d), dtype));
+        all.push(case(Op::AttentionGrad(apart), &[5, 4, 4, 5, 4, 5, 2], &[5, 4, 4], heads(d), dtype));
     }
     all
 }

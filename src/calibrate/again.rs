@@ -10,7 +10,10 @@ use dplan_ir::layers;
 use dplan_ir::plan::Plan;
 use dplan_planner::lower::LowerError;
 use dplan_planner::machine::Machine;
+use dplan_planner::pins::Pins;
 use dplan_planner::predict::{Prediction, predict};
+use dplan_planner::request::Refusal;
+use dplan_planner::units::Bytes;
 
 #[derive(Debug, thiserror::Error)]
 pub enum AgainError {
@@ -37,15 +40,24 @@ pub struct Again {
     pub step: (Prediction, Prediction),
     /// Seconds; the median where the profile marks steps.
     pub measured: Option<f64>,
-    /// The best plan for `machine`, without pins, and its step.
-    pub best: (Plan, Prediction),
+    /// The best plan for `machine` under the pins and limits that the plan was asked for with, and its step; nothing if none fits.
+    pub best: Option<(Plan, Prediction)>,
+    /// The same without pins, if there were any.
+    pub free: Option<(Plan, Prediction)>,
+}
+
+/// What a plan was asked for with, besides its model, its cluster and its batch: its certificate has it.
+#[derive(Clone, Debug, Default)]
+pub struct Asked {
+    pub pins: Pins,
+    pub memory_limit: Option<Bytes>,
 }
 
 /// Fits the machine of a plan to a run of it, and plans again.
 ///
 /// # Errors
 /// A profile of another plan, or one that does not name instructions.
-pub fn again(file: &PlanFile, profile: &Profile, analysis: &Analysis) -> Result<Again, AgainError> {
+pub fn again(file: &PlanFile, asked: &Asked, profile: &Profile, analysis: &Analysis) -> Result<Again, AgainError> {
     let own = file.cluster.only().ok_or(AgainError::Unlike)?;
     let observations = observe(file, profile, &file.cluster).map_err(AgainError::OtherPlan)?;
     if observations.is_empty() {
@@ -60,6 +72,15 @@ pub fn again(file: &PlanFile, profile: &Profile, analysis: &Analysis) -> Result<
     let mut forward = file.graph.clone();
     forward.strip_backward();
     forward.set_batch(1);
-    let best = best(&forward, &Options::again(file, machine.clone()))?;
-    Ok(Again { machine, errors: (before, after), step, measured, best })
+    let planned = |pins: &Pins| {
+        let options = Options { pins: pins.clone(), memory_limit: asked.memory_limit, ..Options::again(file, machine.clone()) };
+        match best(&forward, &options) {
+            Ok(found) => Ok(Some(found)),
+            Err(CompileError::Refused(Refusal::Infeasible(_))) => Ok(None),
+            Err(error) => Err(error),
+        }
+    };
+    let best = planned(&asked.pins)?;
+    let free = if asked.pins == Pins::default() { None } else { planned(&Pins::default())? };
+    Ok(Again { machine, errors: (before, after), step, measured, best, free })
 }

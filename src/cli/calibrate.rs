@@ -1,11 +1,14 @@
 //! `dplan calibrate`: measured tables into the machine description; or a recorded run into that of the machine it ran on.
 
 use super::{Outcome, Result, output, progress, report};
-use crate::calibrate::again::{Again, again};
+use crate::calibrate::again::{Again, Asked, again};
 use crate::calibrate::{self, Fitted};
+use crate::certfile::Certificate;
 use crate::cluster;
 use crate::planfile::PlanFile;
 use crate::profile::{self, CommKernels, analyse};
+use dplan_ir::plan::Plan;
+use dplan_planner::pins::Pins;
 use dplan_planner::predict::Prediction;
 use std::path::{Path, PathBuf};
 
@@ -39,9 +42,10 @@ fn from_run(args: &Args, plan: &Path) -> Result<Outcome> {
     let profile = profile::read(&args.measured, &CommKernels::default())?;
     let analysis = analyse::analyse(&profile);
     spinner.set_message("fitting and planning");
-    let found = again(&file, &profile, &analysis)?;
+    let asked = asked(plan)?;
+    let found = again(&file, &asked, &profile, &analysis)?;
     spinner.finish_and_clear();
-    report_run(&file, &found);
+    report_run(&file, &asked, &found);
     if let Some(path) = &args.output {
         output::write(path, (serde_json::to_string_pretty(&cluster::machine_json(&found.machine))? + "\n").as_bytes())?;
         output::say!("written     {}: compile for it with --cluster {}", path.display(), path.display());
@@ -49,17 +53,34 @@ fn from_run(args: &Args, plan: &Path) -> Result<Outcome> {
     Ok(Outcome::Done)
 }
 
-fn report_run(file: &PlanFile, found: &Again) {
-    let Again { machine, errors, step, measured, best } = found;
+/// The pins and limits of a plan, if its certificate is beside it.
+fn asked(plan: &Path) -> Result<Asked> {
+    let path = Certificate::beside(plan);
+    if !path.exists() {
+        return Ok(Asked::default());
+    }
+    let Certificate { pins, memory_limit, .. } = Certificate::read(&path)?;
+    Ok(Asked { pins, memory_limit })
+}
+
+fn report_run(file: &PlanFile, asked: &Asked, found: &Again) {
+    let Again { machine, errors, step, measured, best, free } = found;
     let seconds = |p: &Prediction| output::seconds(p.step.seconds());
     output::put!("{}", report::fitted(machine, file.plan.compute, *errors));
     let measured = measured.map_or_else(|| "not marked in the profile".into(), output::seconds);
     output::say!("step        {} predicted before, {} after, measured {measured}", seconds(&step.0), seconds(&step.1));
-    if best.0 == file.plan || best.1.step >= step.1.step {
-        output::say!("plan        still the best without pins");
-    } else {
-        let times = step.1.step.seconds() / best.1.step.seconds();
-        output::say!("plan        another is {times:.2} times as fast here: {}, {} a step", report::degrees(&best.0), seconds(&best.1));
+    let quicker = |found: &Option<(Plan, Prediction)>, under: &str| match found {
+        Some((plan, prediction)) if *plan != file.plan && prediction.step < step.1.step => {
+            let times = step.1.step.seconds() / prediction.step.seconds();
+            output::say!("plan        another is {times:.2} times as fast here{under}: {}, {} a step", report::degrees(plan), seconds(prediction));
+        }
+        Some(_) => output::say!("plan        still the best{under}"),
+        None => output::say!("plan        none fits here{under}"),
+    };
+    let pinned = asked.pins != Pins::default();
+    quicker(best, &if pinned { format!(" under its pins {}", asked.pins) } else { String::new() });
+    if pinned {
+        quicker(free, " without pins");
     }
 }
 

@@ -4,12 +4,10 @@
 //! gradients, log-sum-exps and the loss, pass by.
 
 use dplan_ir::dtype::DType;
+use dplan_ir::infer::{MOST_OPERANDS, MOST_RESULTS};
 use half::slice::HalfFloatSliceExt;
 
 use super::block::{Block, BlockMut};
-
-/// Most operands and results of an op.
-pub const MOST: (usize, usize) = (6, 3);
 
 /// Whether elements are widened.
 pub fn is_narrow(dtype: DType) -> bool {
@@ -30,7 +28,7 @@ pub fn widen(ins: &[Block<'_>], outs: &mut [BlockMut<'_>], staging: &mut [f32], 
     let (made, copies) = staging.split_at_mut(narrow_outs);
     {
         let mut rest = copies;
-        let mut operands = [Block::I32(&[]); MOST.0];
+        let mut operands = [Block::I32(&[]); MOST_OPERANDS];
         for (wide, &narrow) in operands.iter_mut().zip(ins) {
             *wide = match narrow {
                 Block::Bf16(x) => Block::F32(filled(&mut rest, x.len(), |copy| x.convert_to_f32_slice(copy))),
@@ -40,7 +38,7 @@ pub fn widen(ins: &[Block<'_>], outs: &mut [BlockMut<'_>], staging: &mut [f32], 
         }
         let mut rest = &mut *made;
         let count = outs.len();
-        let mut results: [BlockMut<'_>; MOST.1] = std::array::from_fn(|_| BlockMut::I32(&mut []));
+        let mut results: [BlockMut<'_>; MOST_RESULTS] = std::array::from_fn(|_| BlockMut::I32(&mut []));
         for (wide, narrow) in results.iter_mut().zip(&mut *outs) {
             *wide = match narrow {
                 BlockMut::Bf16(x) => BlockMut::F32(taken(&mut rest, x.len())),

@@ -14,7 +14,7 @@ use dplan_ir::plan::{Clip, Plan};
 use dplan_ir::program::Program;
 use dplan_ir::verify::{self, program::Violation};
 use dplan_ir::{grad, layers, text};
-use dplan_planner::baselines::{Baseline, baselines};
+use dplan_planner::baselines::{Baseline, Comparison, baselines};
 use dplan_planner::lower::{self, LowerError};
 use dplan_planner::machine::Cluster;
 use dplan_planner::pins::Pins;
@@ -23,7 +23,7 @@ use dplan_planner::request::{Answer, Fewest, Planner, Refusal, Request, Solver};
 use dplan_planner::search::{Closed, Statistics};
 use dplan_planner::units::{Bytes, Nanos};
 use std::path::PathBuf;
-use std::thread;
+use std::thread::{self, ScopedJoinHandle};
 use thiserror::Error;
 
 /// The question, but for the model.
@@ -104,13 +104,23 @@ pub fn compile(forward: &Graph, options: &Options<'_>) -> Result<Compiled, Compi
         let textbook = scope.spawn(|| {
             let late = || options.deadline.is_some_and(|late| late());
             let planner = Planner::new(request());
-            planner.map_or_else(|_| Vec::new(), |mut p| baselines(&p.problem, &mut p.prices, options.cluster.node(), &late))
+            planner.map_or_else(|_| Comparison::default(), |mut p| baselines(&p.problem, &mut p.prices, options.cluster.node(), &late))
         });
-        let planned = plan_and_lower(&graph, &classes, request(), options.solver, &dump);
-        (planned, textbook.join())
+        let joined = |textbook: ScopedJoinHandle<'_, Comparison>| textbook.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        let answer = Planner::new(request()).and_then(|mut planner| planner.search_by(options.solver));
+        match answer {
+            // Time ran out: what textbook systems found meanwhile counts too.
+            Ok(answer) if !answer.statistics.proved && options.pins == Pins::default() => {
+                let Comparison { rows, quickest } = joined(textbook);
+                (lowered(&graph, &classes, &options.cluster, answer.or_quicker(quickest), &dump), rows)
+            }
+            answer => {
+                let planned = answer.map_err(CompileError::from).and_then(|answer| lowered(&graph, &classes, &options.cluster, answer, &dump));
+                (planned, joined(textbook).rows)
+            }
+        }
     });
     let (answer, prediction, graph, program) = planned?;
-    let baselines = baselines.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     let seq = forward.inputs.first().map_or(1, |&tokens| forward.shape(tokens).into_iter().skip(1).product());
     let file = PlanFile { graph, cluster: options.cluster.clone(), plan: answer.plan, program, seq };
     Ok(Compiled { file, objective: answer.objective, prediction, statistics: answer.statistics, closed: answer.closed, pins: answer.pins, baselines })
@@ -136,7 +146,7 @@ pub fn textbook(forward: &Graph, options: &Options<'_>) -> Result<Vec<Baseline>,
     let graph = grad::differentiate(forward)?;
     let classes = layers::classes(&graph);
     let mut planner = Planner::new(options.request(&graph, &classes))?;
-    Ok(baselines(&planner.problem, &mut planner.prices, options.cluster.node(), &|| false))
+    Ok(baselines(&planner.problem, &mut planner.prices, options.cluster.node(), &|| false).rows)
 }
 
 /// The fewest devices on which a plan fits, in whole nodes where there are several.
@@ -168,10 +178,8 @@ impl Options<'_> {
 
 type Planned = (Answer, Prediction, Graph, Program);
 
-/// The plan with its costs, its graph at its micro-batch, and its verified program.
-fn plan_and_lower(graph: &Graph, classes: &[u32], request: Request<'_>, solver: Solver, dump: &Dump) -> Result<Planned, CompileError> {
-    let cluster = request.cluster;
-    let answer = Planner::new(request)?.search_by(solver)?;
+/// An answer with its costs, its graph at its micro-batch, and its verified program.
+fn lowered(graph: &Graph, classes: &[u32], cluster: &Cluster, answer: Answer, dump: &Dump) -> Result<Planned, CompileError> {
     let prediction = predict(graph, classes, cluster, &answer.plan)?;
     let mut graph = graph.clone();
     graph.set_batch(answer.plan.dp * answer.plan.micro_batch);

@@ -197,3 +197,19 @@ fn the_same_question_has_the_same_answer_byte_for_byte() {
         }
     });
 }
+
+/// Where time is up before the search has found anything good, textbook systems may have: what is answered is no slower than any of them, and its bound holds.
+#[test]
+fn without_time_the_plan_is_no_slower_than_textbook_systems() {
+    let dir = scratch("hurried");
+    for cluster in ["cpu:8", "h100:8x8", "a100-80g:8x128"] {
+        let (path, plan) = compiled(&dir, "plan.json", &["--cluster", cluster, "--batch", "2048", "--time-limit", "0"]);
+        assert_eq!(plan["search"]["proved"], false, "{plan}");
+        let step = number(&plan, "/predicted/step_seconds");
+        let rows = plan["baselines"].as_array().unwrap();
+        let times: Vec<f64> = rows.iter().filter_map(|r| r["step_seconds"].as_f64()).collect();
+        assert!(!times.is_empty() && times.iter().all(|t| step <= *t), "{cluster}: {step} s, but {rows:?}");
+        let said: Value = serde_json::from_str(&dplan_ok(&["verify", path.to_str().unwrap(), "--certificate", "--json"])).unwrap();
+        assert_eq!((&said["ok"], &said["certificate"]["proved"]), (&Value::Bool(true), &Value::Bool(false)), "{said}");
+    }
+}

@@ -9,10 +9,11 @@ use crate::pins::Pins;
 use crate::placement::Seat;
 use crate::prices::Prices;
 use crate::problem::Problem;
+use crate::request::plan;
 use crate::search::{Found, NEVER, explore_below};
 use crate::space::divisors;
 use crate::units::{Bytes, Nanos};
-use dplan_ir::plan::{States, Zero};
+use dplan_ir::plan::{Plan, States, Zero};
 use dplan_ir::program::{Role, Space};
 
 /// One row of the comparison.
@@ -24,6 +25,14 @@ pub struct Baseline {
     pub fits: bool,
     /// Trains on stale weights: printed, and does not count.
     pub asynchronous: bool,
+}
+
+/// Textbook systems beside each other.
+#[derive(Clone, Debug, Default)]
+pub struct Comparison {
+    pub rows: Vec<Baseline>,
+    /// The quickest plan of those that offload nothing and share their work as plans of the space do: what is taken where time ran out before anything better was found.
+    pub quickest: Option<(Plan, Nanos)>,
 }
 
 /// A node, as far as textbook systems ask.
@@ -59,8 +68,20 @@ impl Offloaded {
 /// Widest tensor parallelism of Megatron-LM's published runs: one node.
 const MEGATRON_TP: u64 = 8;
 
+/// The best plan of a system, in the space of that system.
+struct Best {
+    problem: Problem,
+    found: Found,
+}
+
+impl Best {
+    fn objective(&self) -> u64 {
+        self.found.solution.objective
+    }
+}
+
 /// All baselines. `late` says that time is up; what was not finished then counts with the best it had.
-pub fn baselines(problem: &Problem, prices: &mut dyn Prices, node: Node, late: &dyn Fn() -> bool) -> Vec<Baseline> {
+pub fn baselines(problem: &Problem, prices: &mut dyn Prices, node: Node, late: &dyn Fn() -> bool) -> Comparison {
     let mut best = |texts: &[String]| best_of(problem, prices, texts, node, NEVER, late);
     let data = |zero: u8| vec![format!("tp=1,cp=1,ep=1,pp=1,zero={zero}")];
     let stages: Vec<String> = divisors(problem.devices).filter(|&p| p > 1).map(|p| p.to_string()).collect();
@@ -68,26 +89,22 @@ pub fn baselines(problem: &Problem, prices: &mut dyn Prices, node: Node, late: &
     let widths: Vec<String> = divisors(problem.devices).filter(|&t| t <= MEGATRON_TP.min(node.devices)).map(|t| t.to_string()).collect();
     let megatron: Vec<String> = [0, 1].map(|zero| format!("tp={},cp=1,ep=1,zero={zero},schedule=1f1b", widths.join("+"))).into();
 
-    let ddp = best(&data(0));
-    let mut rows = vec![
-        ("DDP", ddp.as_ref().map(|f| f.solution.objective)),
-        ("ZeRO-1", best(&data(1)).map(|f| f.solution.objective)),
-        ("ZeRO-2", best(&data(2)).map(|f| f.solution.objective)),
-        ("ZeRO-3", best(&data(3)).map(|f| f.solution.objective)),
-        ("GPipe", best(&pipeline).map(|f| f.solution.objective)),
-        ("Megatron 3-D", best(&megatron).map(|f| f.solution.objective)),
-    ];
-    for system in OFFLOADED {
-        let found = system.ways.iter().find_map(|way| best(&[system.pins(problem.devices, way)]));
-        rows.insert(rows.len() - 2, (system.name, found.map(|f| f.solution.objective)));
-    }
+    let systems = [("DDP", data(0)), ("ZeRO-1", data(1)), ("ZeRO-2", data(2)), ("ZeRO-3", data(3)), ("GPipe", pipeline), ("Megatron 3-D", megatron)];
+    let found = systems.each_ref().map(|(_, pins)| best(pins));
+    let offloaded = OFFLOADED.map(|system| (system.name, system.ways.iter().find_map(|way| best(&[system.pins(problem.devices, way)]))));
+    let mut rows: Vec<(&str, Option<u64>)> =
+        systems.iter().zip(&found).map(|((name, _), found)| (*name, found.as_ref().map(Best::objective))).collect();
+    rows.splice(4..4, offloaded.iter().map(|(name, found)| (*name, found.as_ref().map(Best::objective))));
+    let quickest = found.iter().flatten().min_by_key(|best| best.objective());
+    let quickest = quickest.map(|best| (plan(&best.problem, &best.found), Nanos(best.objective())));
+    let ddp = found.into_iter().next().flatten();
     // Fully sharded data parallelism is ZeRO-3 under another name.
     rows.insert(1, ("FSDP", rows[3].1));
     let nodes = problem.devices.div_ceil(node.devices);
-    rows.push(("parameter server", ddp.as_ref().map(|f| served(problem, prices, f, nodes))));
-    rows.insert(0, ("DataParallel", ddp.map(|f| f.solution.objective + blocking(problem, prices, &f))));
+    rows.push(("parameter server", ddp.as_ref().map(|best| served(best, prices, nodes))));
+    rows.insert(0, ("DataParallel", ddp.map(|best| best.objective() + blocking(&best, prices))));
     let row = |(name, step): (&'static str, Option<u64>)| Baseline { name, step: step.map(Nanos), fits: step.is_some(), asynchronous: false };
-    rows.into_iter().map(row).collect()
+    Comparison { rows: rows.into_iter().map(row).collect(), quickest }
 }
 
 /// Whether a textbook system that offloads is quicker than a plan that takes so long.
@@ -97,41 +114,40 @@ pub fn offloaded_is_quicker(problem: &Problem, prices: &mut dyn Prices, node: No
 }
 
 /// The best plan under any of these pins that is below `cut`, and that the hosts of its devices can hold.
-fn best_of(problem: &Problem, prices: &mut dyn Prices, texts: &[String], node: Node, cut: u64, late: &dyn Fn() -> bool) -> Option<Found> {
-    let mut best: Option<Found> = None;
+fn best_of(problem: &Problem, prices: &mut dyn Prices, texts: &[String], node: Node, cut: u64, late: &dyn Fn() -> bool) -> Option<Best> {
+    let mut best: Option<Best> = None;
     // Textbook systems recompute everywhere or nowhere.
     for (text, recompute) in texts.iter().flat_map(|t| ["none", "full"].map(|r| (t, r))) {
         let Ok(pins) = Pins::parse(&format!("{text},recompute={recompute}")) else { continue };
-        let below = best.as_ref().map_or(cut, |b| b.solution.objective);
-        if let Some(found) = explore_below(&problem.under(prices, pins), prices, below, late).best
-            && node.host_memory.is_none_or(|limit| on_host(problem, &found) <= limit.0)
-        {
-            best = Some(found);
-        }
+        let below = best.as_ref().map_or(cut, Best::objective);
+        let problem = problem.under(prices, pins);
+        let found = explore_below(&problem, prices, below, late).best.map(|found| Best { problem, found });
+        best = found.filter(|f| node.host_memory.is_none_or(|limit| on_host(f) <= limit.0)).or(best);
     }
     best
 }
 
 /// What a plan of one stage keeps in the memory of the host, for each device.
-fn on_host(problem: &Problem, found: &Found) -> u64 {
-    let mesh = found.menus.tuple.mesh();
+fn on_host(of: &Best) -> u64 {
+    let mesh = of.found.menus.tuple.mesh();
     let kept = |Layer { choice, option, home }: Layer<'_>| -> u64 {
         let own = option.bytes.buckets.iter().filter(|b| !b.tied || home != Home::Repeated);
-        own.map(|b| state_bytes(b, &mesh, choice.states, problem.types)[Space::Host as usize]).sum()
+        own.map(|b| state_bytes(b, &mesh, choice.states, of.problem.types)[Space::Host as usize]).sum()
     };
-    layers(problem, found).map(kept).sum()
+    layers(of).map(kept).sum()
 }
 
 /// What a plan takes if one device of each node serves an equal part of the parameters: all workers push gradients to it, beside the backward pass, and pull
 /// parameters when it has updated them. What `n` workers send to one of `k` servers goes through one link: `(n − 1) · G / k` bytes.
-fn served(problem: &Problem, prices: &dyn Prices, found: &Found, servers: u64) -> u64 {
+fn served(of: &Best, prices: &dyn Prices, servers: u64) -> u64 {
+    let Best { problem, found } = of;
     let (tuple, site) = (&found.menus.tuple, found.menus.sites[0].0);
     let mesh = tuple.mesh();
     // Plain data parallelism is one stage, so there is one site; what a server sends goes to ranks behind those of a stage.
     let (here, there) = (Seat { site, first: 0 }, Seat { site, first: mesh.ranks() });
     let terms = Terms { links: prices, site, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 1 };
     let mut step = found.solution.objective;
-    for Layer { choice, option, home } in layers(problem, found) {
+    for Layer { choice, option, home } in layers(of) {
         let own = |b: &&BucketSize| !b.tied || home != Home::Repeated;
         let elems: u64 = option.bytes.buckets.iter().filter(own).map(|b| bucket_elems(b.elems, b.ways(&mesh))).sum();
         let through =
@@ -147,11 +163,12 @@ fn served(problem: &Problem, prices: &dyn Prices, found: &Found, servers: u64) -
 }
 
 /// What a plan takes longer if gradients are reduced after the backward pass and parameters are sent out from one rank in every step.
-fn blocking(problem: &Problem, prices: &dyn Prices, found: &Found) -> u64 {
+fn blocking(of: &Best, prices: &dyn Prices) -> u64 {
+    let Best { problem, found } = of;
     let (mesh, site) = (found.menus.tuple.mesh(), found.menus.sites[0].0);
     let terms = Terms { links: prices, site, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 1 };
     let late = |l: Layer<'_>| terms.sync(&l.option.bytes, l.choice.states, l.home).blocking(l.option.backward);
-    layers(problem, found).map(late).sum()
+    layers(of).map(late).sum()
 }
 
 /// A layer of a plan of one stage.
@@ -162,27 +179,13 @@ struct Layer<'a> {
 }
 
 /// The layers of a plan of one stage, in order.
-fn layers<'a>(problem: &Problem, found: &'a Found) -> impl Iterator<Item = Layer<'a>> {
-    let Menus { choices, offers, tied, .. } = &found.menus;
+fn layers(of: &Best) -> impl Iterator<Item = Layer<'_>> {
+    let Menus { choices, offers, tied, .. } = &of.found.menus;
     let mut seen = false;
-    // The kinds are those of the narrowed problem, whose layers come in the same order.
-    kinds_of(problem).into_iter().zip(&found.solution.choices).map(move |(kind, &choice)| {
+    of.problem.layers.iter().zip(&of.found.solution.choices).map(move |(&kind, &choice)| {
         let home = if tied[kind] && seen { Home::Repeated } else { Home::Together };
         seen |= tied[kind];
         let choice = &choices[kind][choice as usize];
         Layer { choice, option: &offers[kind][choice.offer as usize].option, home }
     })
-}
-
-/// Kinds of a problem without ranges in its pins: one for each class, in order of appearance.
-fn kinds_of(problem: &Problem) -> Vec<usize> {
-    let mut classes = Vec::new();
-    let kinds = problem.layers.iter().map(|&kind| {
-        let class = problem.kinds[kind].class;
-        classes.iter().position(|&c| c == class).unwrap_or_else(|| {
-            classes.push(class);
-            classes.len() - 1
-        })
-    });
-    kinds.collect()
 }

@@ -61,6 +61,16 @@ pub struct Answer {
     pub pins: Pins,
 }
 
+impl Answer {
+    /// Another plan of the same space in its place, if that is quicker: what bounds say of the space still holds.
+    pub fn or_quicker(self, other: Option<(Plan, Nanos)>) -> Answer {
+        match other.filter(|(_, objective)| *objective < self.objective) {
+            None => self,
+            Some((plan, objective)) => Answer { plan, objective, statistics: self.statistics.of_plan(objective.0), ..self },
+        }
+    }
+}
+
 /// Why there is no plan.
 #[derive(Clone, PartialEq, Debug, thiserror::Error)]
 pub enum Refusal {
@@ -288,35 +298,40 @@ impl<'a> Planner<'a> {
 
     /// What was found, as a plan.
     pub fn plan(&self, found: &Found) -> Plan {
-        let Found { menus, solution } = found;
-        let mut options: Vec<LayerPlan> = Vec::new();
-        let layers = found.choices(&self.problem.layers).into_iter().map(|(row, choice)| {
-            let plan = layer_plan(menus, row, choice);
-            options.iter().position(|o| *o == plan).unwrap_or_else(|| {
-                options.push(plan);
-                options.len() - 1
-            }) as u32
-        });
-        let layers = layers.collect();
-        let tuple = &menus.tuple;
-        Plan {
-            dp: tuple.dp,
-            ep: tuple.ep,
-            cp: tuple.cp,
-            tp: tuple.tp,
-            micro_batch: tuple.micro_batch,
-            micro_batches: tuple.micro_batches,
-            schedule: tuple.schedule,
-            virtual_stages: tuple.virtual_stages,
-            boundary: tuple.boundary,
-            stages: solution.stages.iter().map(|&(first, last)| StagePlan { first: first as u32, last: last as u32 }).collect(),
-            placement: tuple.placement,
-            options,
-            layers,
-            compute: self.request.compute,
-            optimizer: self.request.optimizer,
-            clip: self.request.clip,
-        }
+        plan(&self.problem, found)
+    }
+}
+
+/// What was found for a problem, as a plan.
+pub fn plan(problem: &Problem, found: &Found) -> Plan {
+    let Found { menus, solution } = found;
+    let mut options: Vec<LayerPlan> = Vec::new();
+    let layers = found.choices(&problem.layers).into_iter().map(|(row, choice)| {
+        let plan = layer_plan(menus, row, choice);
+        options.iter().position(|o| *o == plan).unwrap_or_else(|| {
+            options.push(plan);
+            options.len() - 1
+        }) as u32
+    });
+    let layers = layers.collect();
+    let tuple = &menus.tuple;
+    Plan {
+        dp: tuple.dp,
+        ep: tuple.ep,
+        cp: tuple.cp,
+        tp: tuple.tp,
+        micro_batch: tuple.micro_batch,
+        micro_batches: tuple.micro_batches,
+        schedule: tuple.schedule,
+        virtual_stages: tuple.virtual_stages,
+        boundary: tuple.boundary,
+        stages: solution.stages.iter().map(|&(first, last)| StagePlan { first: first as u32, last: last as u32 }).collect(),
+        placement: tuple.placement,
+        options,
+        layers,
+        compute: problem.types.compute,
+        optimizer: problem.types.optimizer,
+        clip: problem.clip,
     }
 }
 

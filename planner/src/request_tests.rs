@@ -78,7 +78,7 @@ fn plans_cost_what_the_search_says_and_fit() {
                     assert_eq!(note.arena.0, prediction.memory[note.stage].arena_bytes(), "{label}: {note:?}");
                 }
                 if pins.is_empty() {
-                    for row in baselines(&planner.problem, &mut planner.prices, devices.node(), &|| false) {
+                    for row in baselines(&planner.problem, &mut planner.prices, devices.node(), &|| false).rows {
                         assert!(row.step.is_none_or(|s| s >= answer.objective), "{label}: {row:?}");
                     }
                 }

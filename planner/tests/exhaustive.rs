@@ -294,7 +294,7 @@ fn no_textbook_plan_is_better() {
         let all = problem.under(&prices, Pins::parse("offload=none+gradients+parameters").unwrap());
         let [best, offloading] = [&problem, &all].map(|p| explore(p, &mut prices, &|| false).best.map(|b| b.solution.objective));
         let node = Node { devices: 8, host_memory: None };
-        let rows = baselines(&problem, &mut prices, node, &|| false);
+        let rows = baselines(&problem, &mut prices, node, &|| false).rows;
         for baseline in &rows {
             let Some(step) = baseline.step else { continue };
             let best = if ["ZeRO-Offload", "ZeRO-Infinity"].contains(&baseline.name) { offloading } else { best };

@@ -43,7 +43,7 @@ pub struct Options<'a> {
 }
 
 impl Options<'_> {
-    /// The question that a plan answered, without its pins and limits, on another cluster.
+    /// The question that a plan answered, without pins and limits but those that say what is computed, on another cluster.
     pub fn again(file: &PlanFile, cluster: impl Into<Cluster>) -> Options<'static> {
         let Plan { compute, optimizer, clip, .. } = file.plan;
         Options {
@@ -52,7 +52,7 @@ impl Options<'_> {
             compute,
             optimizer,
             clip,
-            pins: Pins::default(),
+            pins: Pins::that_keep(&file.plan),
             memory_limit: None,
             solver: Solver::Exact,
             deadline: None,

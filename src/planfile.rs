@@ -9,7 +9,7 @@ use dplan_ir::grad;
 use dplan_ir::graph::Graph;
 use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
 use dplan_ir::optimizer::Optimizer;
-use dplan_ir::plan::{Clip, Gathered, LayerPlan, Offload, Placement, Plan, Recompute, Schedule, StagePlan, Zero};
+use dplan_ir::plan::{Clip, Gathered, LayerPlan, Offload, Placement, Plan, Recompute, Schedule, StagePlan, Wire, Zero};
 use dplan_ir::program::Program;
 use dplan_ir::rule::Assignment;
 use dplan_ir::text;
@@ -52,6 +52,9 @@ struct Json {
     precision: String,
     optimizer: String,
     clip: String,
+    /// Absent where nothing is rounded.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    wire: Option<String>,
     seq: u64,
     choices: Choices,
     graph: Vec<String>,
@@ -105,6 +108,7 @@ impl PlanFile {
             precision: plan.compute.to_string(),
             optimizer: plan.optimizer.name().into(),
             clip: clip_name(plan.clip).into(),
+            wire: plan.wire.dtype().map(|_| plan.wire.name().into()),
             seq: self.seq,
             choices: Choices {
                 dp: plan.dp,
@@ -175,6 +179,10 @@ impl PlanFile {
             "global_norm" => Clip::GlobalNorm,
             other => return Err(wrong("clip", format!("`{other}`: expected none or global_norm"))),
         };
+        let wire = match &json.wire {
+            None => Wire::Full,
+            Some(name) => Wire::from_name(name).ok_or_else(|| wrong("wire", format!("`{name}`: expected full or bf16")))?,
+        };
         let choices = &json.choices;
         let degrees = [("dp", choices.dp), ("ep", choices.ep), ("cp", choices.cp), ("tp", choices.tp)];
         for (at, n) in degrees.into_iter().chain([("micro_batch", choices.micro_batch), ("micro_batches", choices.micro_batches)]) {
@@ -230,6 +238,7 @@ impl PlanFile {
             compute,
             optimizer,
             clip,
+            wire,
         };
         check_shape(&plan, &graph).map_err(|(at, what)| wrong(at, what))?;
         let cluster = cluster::from_json(json.cluster).map_err(|e| wrong("cluster", e.to_string()))?;

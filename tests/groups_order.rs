@@ -38,7 +38,7 @@ fn without(program: &Program, (stage, segment, at): Site) -> Program {
 fn role(stage: &StageProgram, buffer: BufferId) -> Option<Role> {
     match stage.buffers[buffer].content {
         Content::Flat { role, .. } | Content::Member { role, .. } => Some(role),
-        Content::Value { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => None,
+        Content::Value { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Wire { .. } | Content::Scratch => None,
     }
 }
 

@@ -7,20 +7,33 @@ mod common;
 use common::{PLANS, dplan_ok, json_lines, reference, scratch, tensors, worst_tensor_error};
 use std::path::Path;
 
-const LOSS: f64 = 1e-5;
-const NORM: f64 = 5e-5;
-const GRADS: f64 = 1e-5;
-const FINAL: f64 = 3e-4;
+struct Tolerance {
+    loss: f64,
+    norm: f64,
+    grads: f64,
+    last: f64,
+}
+
+const EXACT: Tolerance = Tolerance { loss: 1e-5, norm: 5e-5, grads: 1e-5, last: 3e-4 };
+/// Gradients that are rounded to bf16 for their exchange and nothing else; what AdamW makes of signs of small ones shows in the weights.
+const ROUNDED: Tolerance = Tolerance { loss: 2e-3, norm: 1e-2, grads: 4e-3, last: 5e-2 };
 
 fn check(arch: &str) {
-    let Some(oracle) = reference(&format!("oracle/{arch}")) else { return };
+    let plans: Vec<_> = PLANS.iter().filter(|p| arch == "mixtral" || !p.2.contains("ep=")).copied().collect();
+    check_under(arch, &plans, &EXACT);
+}
+
+/// Under plans, as names, ranks and pins; the largest error of a gradient.
+fn check_under(arch: &str, plans: &[(&str, u32, &str)], within: &Tolerance) -> Option<f64> {
+    let mut worst: Option<f64> = None;
+    let oracle = reference(&format!("oracle/{arch}"))?;
     let expected: serde_json::Value = serde_json::from_slice(&std::fs::read(oracle.join("expected.json")).unwrap()).unwrap();
     let series = |key: &str| expected[key].as_array().unwrap().iter().map(|v| v.as_f64().unwrap()).collect::<Vec<_>>();
     let (losses, norms) = (series("loss_per_step"), series("grad_norm_before_clip_per_step"));
     let (grads, last) = (tensors(&oracle.join("grads_step0.safetensors")), tensors(&oracle.join("final.safetensors")));
-    let dir = scratch(&format!("oracle-{arch}"));
+    let dir = scratch(&format!("oracle-{arch}-{}", plans.len()));
     let mut wrong = Vec::new();
-    for (name, ranks, pins) in PLANS.iter().filter(|p| arch == "mixtral" || !p.2.contains("ep=")) {
+    for (name, ranks, pins) in plans {
         let (plan, g, f) = (dir.join("plan.json"), dir.join("grads.safetensors"), dir.join("final.safetensors"));
         let path = |p: &Path| p.to_str().unwrap().to_string();
         let cluster = format!("cpu:{ranks}");
@@ -54,22 +67,27 @@ fn check(arch: &str) {
         let lines = json_lines(&out);
         for (step, line) in lines.iter().filter(|l| l.get("step").is_some()).enumerate() {
             let (loss, norm) = (line["loss"].as_f64().unwrap(), line["grad_norm"].as_f64().unwrap());
-            if (loss - losses[step]).abs() > LOSS {
+            if (loss - losses[step]).abs() > within.loss {
                 wrong.push(format!("{name}: loss of step {step} is {loss}, PyTorch has {}", losses[step]));
             }
-            if (norm - norms[step]).abs() / norms[step] > NORM {
+            if (norm - norms[step]).abs() / norms[step] > within.norm {
                 wrong.push(format!("{name}: gradient norm of step {step} is {norm}, PyTorch has {}", norms[step]));
             }
         }
         assert_eq!(lines.iter().filter(|l| l.get("step").is_some()).count(), losses.len());
-        for (what, ours, reference, tolerance) in [("gradient", &g, &grads, GRADS), ("final weight", &f, &last, FINAL)] {
+        for (what, ours, reference, tolerance) in [("gradient", &g, &grads, within.grads), ("final weight", &f, &last, within.last)] {
             let (error, tensor) = worst_tensor_error(&tensors(ours), reference);
+            if what == "gradient" {
+                println!("{arch}, {name}: gradients within {error:.1e}");
+                worst = Some(worst.unwrap_or(0.0).max(error));
+            }
             if error > tolerance {
                 wrong.push(format!("{name}: {what} {tensor} is off by {error:.1e}, more than {tolerance:.0e}"));
             }
         }
     }
     assert!(wrong.is_empty(), "{arch}:\n{}", wrong.join("\n"));
+    worst
 }
 
 #[test]
@@ -90,4 +108,13 @@ fn llama_with_tied_embeddings_trains_as_in_pytorch() {
 #[test]
 fn mixtral_trains_as_in_pytorch() {
     check("mixtral");
+}
+
+/// How far rounding for the exchange alone goes: two to three thousandths of a gradient.
+#[test]
+fn gradients_on_a_wire_in_bf16_come_as_close_as_that_allows() {
+    let plans = [("dp4 zero1 bf16 wire", 4, "dp=4,tp=1,pp=1,zero=1,wire=bf16"), ("dp2 tp2 zero0 bf16 wire", 4, "dp=2,tp=2,pp=1,zero=0,wire=bf16")];
+    if let Some(worst) = check_under("llama-tied", &plans, &ROUNDED) {
+        assert!(worst > 1e-3, "{worst:e}: nothing was rounded");
+    }
 }

@@ -125,6 +125,37 @@ pub struct States {
     pub offload: Offload,
 }
 
+/// The element type in which data-parallel ranks exchange gradients.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+pub enum Wire {
+    /// The one that they are added up in: nothing is rounded on the way.
+    #[default]
+    Full,
+    /// What each rank has added up is rounded to bf16 for the exchange, once; the sum over the ranks is of the accumulator's type again. It changes numbers, so
+    /// plans have it where it is asked for and nowhere else.
+    Bf16,
+}
+
+impl Wire {
+    pub const ALL: [Wire; 2] = [Wire::Full, Wire::Bf16];
+    pub fn name(self) -> &'static str {
+        match self {
+            Wire::Full => "full",
+            Wire::Bf16 => "bf16",
+        }
+    }
+    pub fn from_name(name: &str) -> Option<Wire> {
+        Wire::ALL.into_iter().find(|w| w.name() == name)
+    }
+    /// What gradients are rounded to, if they are.
+    pub fn dtype(self) -> Option<DType> {
+        match self {
+            Wire::Full => None,
+            Wire::Bf16 => Some(DType::Bf16),
+        }
+    }
+}
+
 /// What the backward pass of a layer computes again.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Recompute {
@@ -245,6 +276,7 @@ pub struct Plan {
     pub optimizer: Optimizer,
     /// Whether gradients are clipped by global norm: it costs a reduction, so it is part of the plan.
     pub clip: Clip,
+    pub wire: Wire,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

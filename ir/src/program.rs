@@ -23,7 +23,17 @@
 //! **Flat buckets.** Parameters of one layer that are sharded alike and synchronised alike are laid out one after the other in a *bucket*. Its roles
 //! (parameters, master copy, gradients, moments) are flat buffers with the same element offsets, whole or cut into equal pieces over data-parallel axes
 //! (ZeRO); piece boundaries need not respect tensors. Padding elements are zero.
+//!
+//! **Wire.** Gradients that travel in a shorter type than they are added up in do so in four steps, each an instruction:
+//!
+//! ```text
+//! cast           wire ← gradients, rounded                          all pieces of this rank's sum
+//! all_to_all     wire from axes ← wire                              this rank's piece of every member's sum
+//! sum_shares     gradients piece axes ← Σ wire from axes            in group order, in the type of gradients
+//! all_gather     gradients ← gradients piece axes                   only where every rank wants all of it
+//! ```
 
+pub use crate::bucket::{Bucket, Member};
 use crate::dtype::DType;
 use crate::entity::{BucketId, BufferId, EventId, NodeId, ParamId, SegmentId, Table, ValueId};
 use crate::mesh::{AxisSet, Mesh};
@@ -156,63 +166,6 @@ pub struct Region {
     pub bytes: u64,
 }
 
-/// Parameters laid out flat, one after the other.
-#[derive(Clone, PartialEq, Debug)]
-pub struct Bucket {
-    pub members: Vec<Member>,
-    /// Elements, padding included: a multiple of the number of pieces.
-    pub elems: u64,
-    /// Axes and stages over which the members' local gradients still have to be summed (beyond this rank's own micro-batches).
-    pub partial: AxisSet,
-    /// For a tied parameter with homes on several stages: all its homes (this one included), over which its gradient is summed too. Empty otherwise.
-    pub tied: Vec<u32>,
-}
-
-impl Bucket {
-    /// Where the members' elements are among the `len` elements from `start` on, by number of the member. What is between them belongs to no parameter.
-    pub fn parts(&self, start: u64, len: u64) -> Vec<(usize, Range<usize>)> {
-        let part = |(at, member): (usize, &Member)| {
-            let (from, to) = (member.offset.max(start), (member.offset + member.elems).min(start + len));
-            (from < to).then(|| (at, (from - start) as usize..(to - start) as usize))
-        };
-        self.members.iter().enumerate().filter_map(part).collect()
-    }
-
-    /// The `len` elements from `start` on, in stretches for whose parameters `of` says the same; what belongs to no parameter goes with what is before it.
-    pub fn stretches(&self, start: u64, len: u64, of: impl Fn(ParamId) -> bool) -> Vec<(Range<usize>, bool)> {
-        let mut stretches: Vec<(Range<usize>, bool)> = Vec::new();
-        for member in &self.members {
-            let (from, to) = (member.offset.max(start), (member.offset + member.elems).min(start + len));
-            if from < to {
-                let (from, pulled) = ((from - start) as usize, of(member.param));
-                match stretches.last_mut() {
-                    Some((range, last)) if *last == pulled => range.end = (to - start) as usize,
-                    Some((range, _)) => {
-                        range.end = from;
-                        stretches.push((from..(to - start) as usize, pulled));
-                    }
-                    None => stretches.push((0..(to - start) as usize, pulled)),
-                }
-            }
-        }
-        match stretches.last_mut() {
-            Some((range, _)) => range.end = len as usize,
-            None => stretches.push((0..len as usize, true)),
-        }
-        stretches
-    }
-}
-
-/// One parameter's place in a bucket.
-#[derive(Clone, PartialEq, Debug)]
-pub struct Member {
-    pub param: ParamId,
-    /// Sharding of the parameter in compute: its local block, row-major, is at `offset`.
-    pub sharding: Sharding,
-    pub offset: u64,
-    pub elems: u64,
-}
-
 /// What a flat bucket buffer holds.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Role {
@@ -294,6 +247,11 @@ pub enum Content {
     /// ([`crate::optimizer::trust_ratio`]).
     Trust {
         bucket: BucketId,
+    },
+    /// Gradients of a bucket on the wire, rounded to a shorter type: those of this rank, or (of every member along `from`, in group order) the piece that is this rank's.
+    Wire {
+        bucket: BucketId,
+        from: AxisSet,
     },
     /// Working memory of one instruction; never read across instructions.
     Scratch,
@@ -403,18 +361,29 @@ pub enum Pattern {
     ReduceScatter,
     /// The `dim` of the result is all members' blocks.
     AllGather,
+    /// The `dim` of the result is of every member the block that has this rank's number: of gradients on the wire.
+    AllToAll,
 }
 
 impl Pattern {
+    pub const ALL: [Pattern; 4] = [Pattern::AllReduce, Pattern::ReduceScatter, Pattern::AllGather, Pattern::AllToAll];
     pub fn name(self) -> &'static str {
         match self {
             Pattern::AllReduce => "all_reduce",
             Pattern::ReduceScatter => "reduce_scatter",
             Pattern::AllGather => "all_gather",
+            Pattern::AllToAll => "all_to_all",
         }
     }
     pub fn from_name(name: &str) -> Option<Pattern> {
-        [Pattern::AllReduce, Pattern::ReduceScatter, Pattern::AllGather].into_iter().find(|p| p.name() == name)
+        Pattern::ALL.into_iter().find(|p| p.name() == name)
+    }
+    /// Whether what members have is combined by the monoid, and not only moved.
+    pub fn reduces(self) -> bool {
+        match self {
+            Pattern::AllReduce | Pattern::ReduceScatter => true,
+            Pattern::AllGather | Pattern::AllToAll => false,
+        }
     }
 }
 
@@ -472,6 +441,16 @@ pub enum Instr {
     },
     /// dst ← dst + src, elementwise.
     AddInto {
+        src: BufferId,
+        dst: BufferId,
+    },
+    /// dst ← src, rounded: whole gradients to the wire.
+    Cast {
+        src: BufferId,
+        dst: BufferId,
+    },
+    /// dst ← Σ over the members that `src` has shares of, in group order, starting from the first, in the type of `dst`: a piece of gradients.
+    SumShares {
         src: BufferId,
         dst: BufferId,
     },

@@ -114,9 +114,10 @@ const FATAL: [Damage; 31] = [
     Damage::AddForSet,
 ];
 
-/// All but of copies, short types and working memory, which these programs have none of: `dplan fuzz --mutate` has them.
+/// All but of copies, short types, exchanges in these and working memory, which these programs have none of: `dplan fuzz --mutate` has them.
 fn damages() -> impl Iterator<Item = Damage> {
-    let absent = [Damage::DropCopy, Damage::CopyBackwards, Damage::LessHost, Damage::LessFile, Damage::StaleParam, Damage::WithoutScratch];
+    let absent =
+        [Damage::DropCopy, Damage::CopyBackwards, Damage::LessHost, Damage::LessFile, Damage::StaleParam, Damage::WithoutScratch, Damage::DropCast];
     Damage::ALL.into_iter().filter(move |d| !absent.contains(d))
 }
 
@@ -318,6 +319,8 @@ fn wrong_sums_of_trust_ratios_are_noticed() {
                     | Instr::Copy { .. }
                     | Instr::Zero { .. }
                     | Instr::AddInto { .. }
+                    | Instr::Cast { .. }
+                    | Instr::SumShares { .. }
                     | Instr::SquareSum { .. }
                     | Instr::ClipScale { .. }
                     | Instr::Record(_)

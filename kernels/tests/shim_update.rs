@@ -82,6 +82,40 @@ fn updates_follow_their_equations() {
     }
 }
 
+/// Gradients are rounded to the nearest, of two to the even one, and shares are added up in their order, to the bit.
+#[test]
+fn gradients_are_rounded_and_shares_added_up_as_they_stand() {
+    let Some(dir) = folder("shim_update") else { return };
+    let mut random = Random(5);
+    let draws: Vec<(u64, u64, Alignment)> = [(1, 1), (2, 128), (3, 384), (8, 1000), (5, 77)]
+        .map(|(shares, n)| (shares, n, if n % 8 == 0 { Alignment::Packs } else { Alignment::Elements }))
+        .to_vec();
+    let routine = |&(shares, n, alignment): &(u64, u64, Alignment)| {
+        [flat::cast(DType::F32, DType::Bf16, shares * n, alignment), flat::sum_shares(DType::Bf16, DType::F32, shares, n)]
+    };
+    let routines: Vec<[Routine; 2]> = draws.iter().map(routine).collect();
+    let launches = routines.iter().flatten().flat_map(|r| &r.launches);
+    let library = Library::compile(&dir, "wire", launches).unwrap_or_else(|e| panic!("{e}"));
+    for ((shares, n, alignment), [cast, sum]) in draws.into_iter().zip(&routines) {
+        // Every other number is in the middle of two.
+        let middle = |x: f64| f64::from(f32::from_bits((x as f32).to_bits() & 0xffff_0000 | 0x8000));
+        let draw = |i: u64| if i.is_multiple_of(2) { middle(random.uniform() - 0.5) } else { round(random.uniform() - 0.5, DType::F32) };
+        let gradients: Vec<f64> = (0..shares * n).map(draw).collect();
+        let source = Buffer::new(&gradients, DType::F32, alignment);
+        let mut wire = Buffer::new(&vec![0.0; gradients.len()], DType::Bf16, alignment);
+        library
+            .run(cast, &[source.bytes()], &mut [wire.bytes_mut()], &scalars(&step(1.0, 1.0)), Options::seeded(3))
+            .unwrap_or_else(|e| panic!("{e}"));
+        let rounded: Vec<f64> = gradients.iter().map(|&x| DType::Bf16.round(x)).collect();
+        assert_eq!(wire.values(), rounded, "{shares} of {n}");
+        let mut total = Buffer::new(&vec![7.0; n as usize], DType::F32, alignment);
+        library.run(sum, &[wire.bytes()], &mut [total.bytes_mut()], &scalars(&step(1.0, 1.0)), Options::seeded(4)).unwrap_or_else(|e| panic!("{e}"));
+        let added = |i: usize| (1..shares as usize).fold(rounded[i] as f32, |sum, s| sum + rounded[s * n as usize + i] as f32);
+        let wanted: Vec<f64> = (0..n as usize).map(|i| f64::from(added(i))).collect();
+        assert_eq!(total.values(), wanted, "{shares} of {n}");
+    }
+}
+
 /// A bucket of parameters of all sizes with gaps between them, of some of which this rank has nothing; how they are typed and scaled is one of few, since each is a
 /// text to compile.
 struct Bucket {

@@ -209,7 +209,7 @@ mod tests {
         let mut random = 5;
         let mut draw = |from: u64, to: u64| from + dplan_ir::splitmix::next(&mut random) % (to - from);
         let (cluster, mesh) = (Cluster::parse("h100:8x2").unwrap(), Mesh::of(Degrees { dp: 16, ep: 1, cp: 1, tp: 1 }));
-        let types = StateTypes { compute: DType::Bf16, optimizer: Optimizer::AdamW };
+        let types = StateTypes::new(DType::Bf16, Optimizer::AdamW);
         let terms = Terms { links: &cluster, site: Site::ONLY, mesh: &mesh, types, clip: Clip::GlobalNorm, homes: 1 };
         for _ in 0..300 {
             let bucket = BucketSize { elems: draw(1, 1 << 22), partial: AxisSet::EMPTY, axes: AxisSet::EMPTY, members: 1, tied: false };

@@ -13,8 +13,8 @@
 //! - *workspace*: all other values of one layer, forward and backward, side by side (and with full recompute, what is computed again), and scratch; rounded up
 //!   to one of eight sizes in an octave ([`workspace_region`]), so that a search has few sizes to tell apart;
 //! - *ring*: two turns of gathered parameters (ZeRO 3) and of gradients before they are scattered (ZeRO 2 and 3), so that the next layer's gather
-//!   and the last layer's scatter overlap this layer's compute; the same of parameters and gradients that are offloaded; in the update, two turns of a bucket's
-//!   offloaded states, so that copies in and out overlap it;
+//!   and the last layer's scatter overlap this layer's compute; the same of parameters and gradients that are offloaded; where gradients are rounded for the
+//!   exchange, what goes out and what comes, whatever the ZeRO stage; in the update, two turns of a bucket's offloaded states, so that copies in and out overlap it;
 //! - *boundary*: cotangents handed from layer to layer, and send and receive buffers between stages.
 //!
 //! Every single item is rounded up as its memory asks ([`Space::align`]).
@@ -23,7 +23,7 @@ use dplan_ir::dtype::DType;
 use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::pipeline::{Pipeline, Slots};
-use dplan_ir::plan::{Offload, States, Store, Zero};
+use dplan_ir::plan::{Offload, States, Store, Wire, Zero};
 use dplan_ir::program::{Role, Space, align};
 
 /// Bucket pieces are a multiple of this many elements, so that each is aligned in every element type.
@@ -76,9 +76,14 @@ pub type PerSpace = [u64; Space::ALL.len()];
 pub struct StateTypes {
     pub compute: DType,
     pub optimizer: Optimizer,
+    pub wire: Wire,
 }
 
 impl StateTypes {
+    /// With nothing rounded on the way.
+    pub fn new(compute: DType, optimizer: Optimizer) -> StateTypes {
+        StateTypes { compute, optimizer, wire: Wire::Full }
+    }
     pub fn dtype(&self, role: Role) -> DType {
         match role {
             Role::Param => self.compute,
@@ -151,14 +156,19 @@ pub fn state_bytes(bucket: &BucketSize, mesh: &Mesh, states: States, types: Stat
     bytes
 }
 
+/// Bytes of a bucket's gradients on the wire, once for each way, where they are rounded for it and go anywhere.
+pub fn wire_bytes(elems: u64, ways: u64, types: StateTypes) -> Option<u64> {
+    types.wire.dtype().filter(|_| ways > 1).map(|dtype| bucket_elems(elems, ways) * dtype.size())
+}
+
 /// Bytes of one turn of the ring that the update has a bucket's offloaded states in.
 fn staged_bytes(elems: u64, ways: u64, states: States, types: StateTypes) -> u64 {
     let staged = types.roles().into_iter().filter(|&role| away(role, states.offload).is_some());
     staged.map(|role| align(role_bytes(role, elems, ways, states.zero, types))).sum()
 }
 
-/// Bytes of one turn of the ring for a layer: in passes, whole parameters and gradients of which the arena has only pieces or nothing, and gradients that pieces are added
-/// to; in the update, one bucket's offloaded states.
+/// Bytes of one turn of the ring for a layer: in passes, whole parameters and gradients of which the arena has only pieces or nothing, gradients that pieces are added
+/// to, and gradients on the wire; in the update, one bucket's offloaded states.
 pub fn ring_bytes(layer: &LayerBytes, mesh: &Mesh, states: States, types: StateTypes) -> u64 {
     let in_passes = |bucket: &BucketSize| -> u64 {
         let (elems, ways) = (bucket.elems, bucket.ways(mesh));
@@ -167,7 +177,8 @@ pub fn ring_bytes(layer: &LayerBytes, mesh: &Mesh, states: States, types: StateT
         let is_shared = |role| ways > 1 && in_pieces(role, states.zero);
         let whole = |role| align(bucket_elems(elems, ways) * types.dtype(role).size());
         let added = if is_away(Role::Grad) && is_shared(Role::Grad) { align(role_bytes(Role::Grad, elems, ways, states.zero, types)) } else { 0 };
-        [Role::Param, Role::Grad].into_iter().filter(|&r| is_away(r) || is_shared(r)).map(whole).sum::<u64>() + added
+        let wire = 2 * align(wire_bytes(elems, ways, types).unwrap_or(0));
+        [Role::Param, Role::Grad].into_iter().filter(|&r| is_away(r) || is_shared(r)).map(whole).sum::<u64>() + added + wire
     };
     let staged = layer.buckets.iter().map(|b| staged_bytes(b.elems, b.ways(mesh), states, types)).max();
     layer.buckets.iter().map(in_passes).sum::<u64>().max(staged.unwrap_or(0))

@@ -49,7 +49,9 @@
 //! A parameter tied over several layers is synchronised and updated once in a stage. If its homes are on several stages, its gradient is summed over these
 //! when all passes are done, beside nothing (at ZeRO 0 the whole sum is done then).
 
-use crate::memory::{BucketSize, LayerBytes, StateTypes, away, bucket_elems, in_pieces, ring_bytes, role_bytes, state_bytes, trust_bytes};
+use crate::memory::{
+    BucketSize, LayerBytes, StateTypes, away, bucket_elems, in_pieces, ring_bytes, role_bytes, state_bytes, trust_bytes, wire_bytes,
+};
 use crate::placement::Site;
 use crate::prices::Links;
 use crate::units::Nanos;
@@ -197,13 +199,13 @@ pub struct LayerSync {
 struct Sync {
     /// Gathering parameters once, over data-parallel ranks.
     gather: u64,
-    /// Reducing gradients over data-parallel ranks: scatter or all-reduce, by ZeRO stage.
+    /// Reducing gradients over data-parallel ranks: scatter or all-reduce, by ZeRO stage; where they are rounded for it, exchange and gather.
     reduce: u64,
     /// Reducing what the tensor-parallel axes left partial, after a scatter.
     rest: u64,
     /// Summing a tied parameter over stages, once all passes are done.
     late: u64,
-    /// Adding a scattered piece to the gradients.
+    /// What kernels do about it: rounding, adding up shares, adding a scattered piece to the gradients.
     add: u64,
     update: u64,
     /// Summing up for trust ratios, before the update.
@@ -252,8 +254,8 @@ impl LayerSync {
     fn end_with(&self, b: u64, copy: u64) -> u64 {
         let once = &self.once;
         let end = match self.zero.0 {
-            0 => beside(b, once.reduce) - b + beside(once.update, copy),
-            1 => beside(b, once.reduce + once.rest) - b + beside(once.update, once.gather + copy),
+            0 => beside(b, once.reduce + once.rest) - b + once.add + beside(once.update, copy),
+            1 => beside(b, once.reduce + once.rest) - b + once.add + beside(once.update, once.gather + copy),
             2 => once.rest + beside(once.update, once.gather + copy),
             _ => once.rest + beside(once.update, copy),
         };
@@ -330,22 +332,31 @@ impl Terms<'_> {
         let over_stages = |axes, bytes| if apart { self.links.across_stages(self.mesh, axes, self.homes, bytes).0 } else { 0 };
         // Without pieces, one all-reduce sums over everything that is pending.
         let pending = data.union(bucket.partial);
-        let (reduce, rest, late) = match zero.0 {
-            0 if apart => (0, 0, over_stages(pending, grads)),
-            0 => (over(pending, Pattern::AllReduce, grads), 0, 0),
+        let wire = wire_bytes(bucket.elems, ways, self.types);
+        let (reduce, rest, late) = match (zero.0, wire) {
+            (0, None) if apart => (0, 0, over_stages(pending, grads)),
+            (0, None) => (over(pending, Pattern::AllReduce, grads), 0, 0),
             _ => {
                 let rest = over(bucket.partial, Pattern::AllReduce, kept);
-                (over(data, Pattern::ReduceScatter, grads), rest, over_stages(AxisSet::EMPTY, kept))
+                let scatter = match wire {
+                    None => over(data, Pattern::ReduceScatter, grads),
+                    Some(bytes) => over(data, Pattern::AllToAll, bytes),
+                };
+                let back = if zero.0 == 0 { over(data, Pattern::AllGather, grads) } else { 0 };
+                (scatter + back, rest, over_stages(AxisSet::EMPTY, kept))
             }
         };
-        let (add, clear) = if zero.0 >= 2 { (self.links.sweep(self.site, 3 * kept).0, kept) } else { (0, grads) };
+        let sweep = |bytes| self.links.sweep(self.site, bytes).0;
+        let (add, clear) = if zero.0 >= 2 { (sweep(3 * kept), kept) } else { (0, grads) };
+        // Gradients are read and rounded; shares are read and a piece is written.
+        let rounding = wire.map_or(0, |bytes| sweep(grads + bytes) + sweep(bytes + grads / ways));
         Sync {
             gather: sum.gather + over(data, Pattern::AllGather, bytes(Role::Param)),
             reduce: sum.reduce + reduce,
             rest: sum.rest + rest,
             late: sum.late + late,
-            add: sum.add + add,
-            copy: sum.copy + self.copies(bucket, states, apart || zero.0 >= 1 && self.mesh.size(bucket.partial) > 1),
+            add: sum.add + add + rounding,
+            copy: sum.copy + self.copies(bucket, states, apart || (zero.0 >= 1 || wire.is_some()) && self.mesh.size(bucket.partial) > 1),
             fetch: sum.fetch + self.carried(bucket, states, Role::Param),
             carry: sum.carry + 2 * self.carried(bucket, states, Role::Grad),
             update: sum.update + self.links.sweep(self.site, self.update_bytes(bucket, zero) + clear).0,
@@ -419,7 +430,7 @@ mod tests {
     use dplan_ir::dtype::DType;
     use dplan_ir::mesh::Degrees;
     use dplan_ir::optimizer::Optimizer;
-    use dplan_ir::plan::Offload;
+    use dplan_ir::plan::{Offload, Wire};
     use dplan_ir::splitmix;
 
     /// All ways of keeping states, layers of any size and any shares of the two passes.
@@ -434,7 +445,11 @@ mod tests {
                 let bucket = |elems: u64, tied: bool| BucketSize { elems, partial: AxisSet::EMPTY, axes: AxisSet::EMPTY, members: 1, tied };
                 let buckets = vec![bucket(1 + draw(1 << (8 + round % 20)), false), bucket(1 + draw(1 << 16), round % 2 == 0)];
                 let layer = LayerBytes { buckets, reads_back: round % 5 > 0, ..LayerBytes::default() };
-                let types = StateTypes { compute: if round % 3 == 0 { DType::F32 } else { DType::Bf16 }, optimizer: Optimizer::AdamW };
+                let types = StateTypes {
+                    compute: if round % 3 == 0 { DType::F32 } else { DType::Bf16 },
+                    optimizer: Optimizer::AdamW,
+                    wire: Wire::ALL[round as usize % 7 / 6],
+                };
                 let terms = Terms { links: &cluster, site: Site::ONLY, mesh: &mesh, types, clip: Clip::GlobalNorm, homes: 2 };
                 for (zero, offload, home) in
                     (0..4).flat_map(|z| Offload::ALL.map(|o| (z, o))).flat_map(|(z, o)| Home::ALL.map(|home| (Zero(z), o, home)))

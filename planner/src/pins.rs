@@ -3,7 +3,7 @@
 //! `key=value,…`; values of one key joined by `+` are all allowed; `zero`, `offload` and `recompute` may be for a range of layers, and then rule there alone.
 
 use crate::machine::nearest;
-use dplan_ir::plan::{Offload, Recompute, Schedule, Zero};
+use dplan_ir::plan::{Offload, Plan, Recompute, Schedule, Wire, Zero};
 use std::fmt;
 
 /// What is wrong with a pin.
@@ -95,9 +95,21 @@ pub struct Pins {
     pub zero: PerLayer<Zero>,
     pub offload: PerLayer<Offload>,
     pub recompute: PerLayer<Recompute>,
+    /// What gradients are exchanged in; it changes numbers, so it is no choice of the planner's, and full where nothing is said.
+    pub wire: Option<Wire>,
 }
 
 impl Pins {
+    /// What must be pinned for another plan to compute what this one does.
+    pub fn that_keep(plan: &Plan) -> Pins {
+        Pins { wire: plan.wire.dtype().map(|_| plan.wire), ..Pins::default() }
+    }
+
+    /// Whether nothing is pinned that a planner would choose.
+    pub fn leave_all_choices(&self) -> bool {
+        Pins { wire: None, ..self.clone() } == Pins::default()
+    }
+
     /// Reads `key=value,…`; nothing pins nothing.
     ///
     /// # Errors
@@ -132,6 +144,16 @@ impl Pins {
                 "zero" => pins.zero.pin(range, list(pin, values, zero)?),
                 "recompute" => pins.recompute.pin(range, list(pin, values, recompute)?),
                 "offload" => pins.offload.pin(range, list(pin, values, offload)?),
+                "wire" => match list(pin, values, wire)?[..] {
+                    [one] => pins.wire = Some(one),
+                    _ => {
+                        return Err(PinError::Value {
+                            pin: pin.into(),
+                            value: values.into(),
+                            expected: "one of `full` and `bf16`: they differ in what is computed",
+                        });
+                    }
+                },
                 "etp" if values == "1" => {}
                 _ if KEYS.contains(&key) => return Err(PinError::NotYet(pin.into())),
                 _ => {
@@ -161,7 +183,7 @@ impl Pins {
     /// The keys that are pinned, and these pins without each of them.
     pub fn relaxations(&self) -> Vec<(&'static str, Pins)> {
         type Relax = fn(&mut Pins);
-        let keys: [(&'static str, bool, Relax); 12] = [
+        let keys: [(&'static str, bool, Relax); 13] = [
             ("dp", self.dp.is_pinned(), |p| p.dp = Allowed::ANY),
             ("tp", self.tp.is_pinned(), |p| p.tp = Allowed::ANY),
             ("pp", self.pp.is_pinned(), |p| p.pp = Allowed::ANY),
@@ -174,6 +196,7 @@ impl Pins {
             ("zero", self.zero.is_pinned(), |p| p.zero = PerLayer::default()),
             ("offload", self.offload.is_pinned(), |p| p.offload = PerLayer::default()),
             ("recompute", self.recompute.is_pinned(), |p| p.recompute = PerLayer::default()),
+            ("wire", self.wire.is_some(), |p| p.wire = None),
         ];
         let relaxed = |relax: Relax| {
             let mut pins = self.clone();
@@ -238,6 +261,7 @@ impl fmt::Display for Pins {
         parts.extend(self.offload.ranges.iter().map(|(a, b, v)| format!("offload@{a}-{b}={}", offloads(v))));
         parts.extend(self.recompute.everywhere.values().map(|v| format!("recompute={}", recomputes(v))));
         parts.extend(self.recompute.ranges.iter().map(|(a, b, v)| format!("recompute@{a}-{b}={}", recomputes(v))));
+        parts.extend(self.wire.map(|w| format!("wire={}", w.name())));
         f.write_str(&parts.join(","))
     }
 }
@@ -284,6 +308,10 @@ fn offload(value: &str) -> Option<Parsed<Offload>> {
     }
 }
 
+fn wire(value: &str) -> Option<Parsed<Wire>> {
+    Some(Wire::from_name(value).ok_or("`full` or `bf16`"))
+}
+
 fn on_off(value: &str) -> Option<Parsed<bool>> {
     match value {
         "on" | "1" => Some(Ok(true)),
@@ -312,6 +340,7 @@ mod tests {
             "dp=2,tp=1+2,pp=4,cp=1+2,ep=2,micro=1",
             "schedule=gpipe+1f1b+zb-v,virtual=1+2,sp=off",
             "zero=0+1,zero@0-11=3,offload=none+optimizer:nvme,offload@2-3=optimizer,recompute=none,recompute@4-4=selective+full",
+            "micro=2,wire=bf16",
         ] {
             assert_eq!(Pins::parse(text).unwrap().to_string(), text);
         }
@@ -344,6 +373,8 @@ mod tests {
             ("schedule=fast", "gpipe, 1f1b, interleaved, zb-h1, zb-v"),
             ("recompute=some", "`none`, `selective` or `full`"),
             ("sp=maybe", "`on` or `off`"),
+            ("wire=fp8", "`full` or `bf16`"),
+            ("wire=full+bf16", "differ in what is computed"),
         ] {
             let error = Pins::parse(text).unwrap_err().to_string();
             assert!(error.contains(says), "{text}: {error}");

@@ -65,8 +65,9 @@ fn searched(pins: &Pins) -> Vec<Offload> {
 }
 
 impl Problem {
-    /// `memory_limit` is for arena and context together, and stands in the place of the largest memory; the device's memory if absent.
+    /// What gradients are exchanged in is what pins say, and nothing is rounded where they say nothing. `memory_limit` is for arena and context together, and stands in the place of the largest memory; the device's memory if absent.
     pub fn new(prices: &dyn Prices, devices: u64, batch: u64, types: StateTypes, clip: Clip, pins: Pins, memory_limit: Option<u64>) -> Problem {
+        let types = StateTypes { wire: pins.wire.unwrap_or_default(), ..types };
         let mut kinds: Vec<Kind> = Vec::new();
         let layers = prices.classes().iter().zip(0..).map(|(&class, layer)| {
             let zero = (0..=3).map(Zero).filter(|z| pins.zero.allows(layer, z)).collect();

@@ -150,7 +150,7 @@ impl<'a> Planner<'a> {
     pub fn new(request: Request<'a>) -> Result<Planner<'a>, Refusal> {
         let prices = Model::new(request.graph, request.classes, request.cluster)?;
         request.pins.check_layers(request.classes.len() as u32)?;
-        let types = StateTypes { compute: request.compute, optimizer: request.optimizer };
+        let types = StateTypes::new(request.compute, request.optimizer);
         let (devices, limit) = (request.cluster.devices(), request.memory_limit.map(|b| b.0));
         let problem = Problem::new(&prices, devices, request.batch, types, request.clip, request.pins.clone(), limit);
         let (layers, batch, pins) = (problem.layers.len(), problem.batch, problem.pins.to_string());
@@ -188,7 +188,7 @@ impl<'a> Planner<'a> {
         // Memory asks for it: that of the host if there is enough, else files.
         let asks = match &outcome.best {
             None => outcome.statistics.proved && !self.problem.pins.offload.is_pinned(),
-            Some(found) => !late() && self.problem.pins == Pins::default() && self.offloaded_is_quicker(found.solution.objective, &late),
+            Some(found) => !late() && self.problem.pins.leave_all_choices() && self.offloaded_is_quicker(found.solution.objective, &late),
         };
         if asks && !late() {
             outcome = self.widened(outcome, solver, &late)?;
@@ -332,6 +332,7 @@ pub fn plan(problem: &Problem, found: &Found) -> Plan {
         compute: problem.types.compute,
         optimizer: problem.types.optimizer,
         clip: problem.clip,
+        wire: problem.types.wire,
     }
 }
 

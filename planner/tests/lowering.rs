@@ -5,7 +5,7 @@ use dplan_ir::graph::{Graph, Node};
 use dplan_ir::mesh::AxisSet;
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::pipeline::Slots;
-use dplan_ir::plan::{Clip, Offload, Plan, States};
+use dplan_ir::plan::{Clip, Offload, Plan, States, Wire};
 use dplan_ir::program::{ALIGN, Channel, Content, Instr, Pattern, Program, Role, SegmentKind, StageProgram, Stream};
 use dplan_planner::drawn::{self, Dice};
 use dplan_planner::lower::{self, Sharder};
@@ -45,7 +45,7 @@ fn the_arena_is_the_formula_to_the_byte() {
                 let cut = &plan.stages[c as usize];
                 of_stage.extend((cut.first..=cut.last).map(|l| (&layers[l as usize], plan.layer(l).states(), slots)));
             }
-            let types = StateTypes { compute: plan.compute, optimizer: plan.optimizer };
+            let types = StateTypes { compute: plan.compute, optimizer: plan.optimizer, wire: plan.wire };
             let position = StagePosition { pipeline, stage: s as u64, boundary: sharder.boundary_bytes() };
             let formula = memory::arena(&of_stage, &plan.mesh(), types, position);
             let parts = [formula.scalars, formula.states, formula.frames, formula.boundary, formula.workspace, formula.ring];
@@ -214,17 +214,24 @@ fn each_bucket_is_synchronised_as_its_zero_stage_says() {
                 // No backward pass reads an embedding's table.
                 let (uses, read_back) = (homes.len(), homes.iter().filter(|&&l| graph.reads_parameters_back(l)).count());
                 left_out += if zero == 3 { uses - read_back } else { 0 };
-                let scattered = match zero {
-                    0 => [0, 0],
-                    1 => [0, 1],
+                let rounds = plan.wire == Wire::Bf16 && !shared.is_empty();
+                let scattered = match (zero, rounds) {
+                    (0, false) => [0, 0],
+                    (0, true) | (1, _) => [0, 1],
                     _ => [uses, uses],
+                };
+                let scatters = |kind| {
+                    let shares = instrs(stage, kind).iter().filter(|i| matches!(i, Instr::SumShares { dst, .. } if is(*dst, Role::Grad))).count();
+                    let (whole, none) = (count(kind, Pattern::ReduceScatter, Role::Grad), if rounds { 0 } else { shares });
+                    assert_eq!(none, 0, "{what} stage {s} {id}");
+                    whole + shares
                 };
                 let (kind, last) = match plan.pipeline().parts_backward() {
                     true => (SegmentKind::BackwardWeight, SegmentKind::BackwardWeightLast),
                     false => (SegmentKind::Backward, SegmentKind::BackwardLast),
                 };
                 for (kind, expected) in [kind, last].into_iter().zip(scattered).filter(|(k, _)| *k == last || plan.micro_batches > 1) {
-                    assert_eq!(count(kind, Pattern::ReduceScatter, Role::Grad), expected, "{what} stage {s} {id} zero {zero} {kind:?}");
+                    assert_eq!(scatters(kind), expected, "{what} stage {s} {id} zero {zero} {kind:?}");
                 }
                 let gathers = |kind| count(kind, Pattern::AllGather, Role::Param);
                 assert_eq!(gathers(SegmentKind::Forward), if zero == 3 { uses } else { 0 }, "{what} stage {s} {id}");

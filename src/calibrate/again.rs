@@ -73,7 +73,9 @@ pub fn again(file: &PlanFile, asked: &Asked, profile: &Profile, analysis: &Analy
     forward.strip_backward();
     forward.set_batch(1);
     let planned = |pins: &Pins| {
-        let options = Options { pins: pins.clone(), memory_limit: asked.memory_limit, ..Options::again(file, machine.clone()) };
+        // What is computed stays.
+        let pins = Pins { wire: Pins::that_keep(&file.plan).wire, ..pins.clone() };
+        let options = Options { pins, memory_limit: asked.memory_limit, ..Options::again(file, machine.clone()) };
         match best(&forward, &options) {
             Ok(found) => Ok(Some(found)),
             Err(CompileError::Refused(Refusal::Infeasible(_))) => Ok(None),
@@ -81,6 +83,6 @@ pub fn again(file: &PlanFile, asked: &Asked, profile: &Profile, analysis: &Analy
         }
     };
     let best = planned(&asked.pins)?;
-    let free = if asked.pins == Pins::default() { None } else { planned(&Pins::default())? };
+    let free = if asked.pins.leave_all_choices() { None } else { planned(&Pins::default())? };
     Ok(Again { machine, errors: (before, after), step, measured, best, free })
 }

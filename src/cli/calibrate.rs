@@ -8,7 +8,6 @@ use crate::cluster;
 use crate::planfile::PlanFile;
 use crate::profile::{self, CommKernels, analyse};
 use dplan_ir::plan::Plan;
-use dplan_planner::pins::Pins;
 use dplan_planner::predict::Prediction;
 use std::path::{Path, PathBuf};
 
@@ -77,7 +76,7 @@ fn report_run(file: &PlanFile, asked: &Asked, found: &Again) {
         Some(_) => output::say!("plan        still the best{under}"),
         None => output::say!("plan        none fits here{under}"),
     };
-    let pinned = asked.pins != Pins::default();
+    let pinned = !asked.pins.leave_all_choices();
     quicker(best, &if pinned { format!(" under its pins {}", asked.pins) } else { String::new() });
     if pinned {
         quicker(free, " without pins");

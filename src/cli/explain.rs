@@ -115,7 +115,9 @@ fn order_object(schedule: Schedule, found: Option<&(Plan, Prediction)>) -> Value
     json!({ "schedule": schedule.name(), "best": found.map(of) })
 }
 
-fn request<'a>(file: &'a PlanFile, classes: &'a [u32], pins: Pins, args: &Args) -> Request<'a> {
+/// A question about the same model and cluster; gradients are exchanged as in the plan, unless pins say how.
+fn request<'a>(file: &'a PlanFile, classes: &'a [u32], mut pins: Pins, args: &Args) -> Request<'a> {
+    pins.wire = pins.wire.or(Pins::that_keep(&file.plan).wire);
     Request {
         graph: &file.graph,
         classes,

@@ -97,6 +97,7 @@ pub fn chosen(file: &PlanFile) -> Value {
     let stages: Vec<Value> = (0..pipeline.stages).map(stage).collect();
     json!({
         "dp": plan.dp, "tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "etp": 1, "pp": plan.pp(), "virtual": plan.virtual_stages, "schedule": plan.schedule.name(),
+        "wire": plan.wire.name(),
         "micro_batch": plan.micro_batch, "micro_batches": plan.micro_batches, "sp": plan.boundary.is_some(), "stages": stages,
         "layers": (0..plan.layers.len() as u32).map(|l| {
             let o = plan.layer(l);
@@ -187,6 +188,9 @@ pub fn choice(file: &PlanFile) -> String {
     let _ = writeln!(out, "plan        {}, {} of {} micro-batches of {}", degrees(plan), plan.schedule.name(), plan.micro_batches, plan.micro_batch);
     if let Some(ranks) = ranks(file) {
         let _ = writeln!(out, "ranks       {ranks}");
+    }
+    if let Some(dtype) = plan.wire.dtype() {
+        let _ = writeln!(out, "wire        gradients are rounded to {dtype} for their exchange");
     }
     for (at, stage) in plan.stages.iter().enumerate() {
         // Runs of layers with equal options.

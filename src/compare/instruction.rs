@@ -48,6 +48,8 @@ pub fn label(graph: &Graph, program: &Program, stage: usize, instr: &Instr) -> S
         Instr::Slice { .. } => compute("slice"),
         Instr::Zero { .. } => compute("zero"),
         Instr::AddInto { .. } => compute("add"),
+        Instr::Cast { .. } => compute("cast"),
+        Instr::SumShares { .. } => compute("sum_shares"),
         Instr::SquareSum { .. } => compute("square_sum"),
         Instr::ClipScale { .. } => compute("clip_scale"),
         Instr::TrustSums { .. } => compute("trust_sums"),
@@ -83,6 +85,8 @@ pub fn moved_bytes(program: &Program, stage: usize, instr: &Instr) -> Option<u64
         | Instr::Copy { .. }
         | Instr::Zero { .. }
         | Instr::AddInto { .. }
+        | Instr::Cast { .. }
+        | Instr::SumShares { .. }
         | Instr::SquareSum { .. }
         | Instr::ClipScale { .. }
         | Instr::TrustSums { .. }
@@ -103,7 +107,7 @@ pub fn local_types(graph: &Graph, program: &Program, stage: usize, buffers: &[Bu
                 (graph.params[*param].value, member.sharding.clone())
             }
             // A scalar stands for the loss, which nothing is priced by.
-            Content::Scalar(_) | Content::Trust { .. } | Content::Flat { .. } | Content::Scratch => {
+            Content::Scalar(_) | Content::Trust { .. } | Content::Flat { .. } | Content::Wire { .. } | Content::Scratch => {
                 return Some(LocalType { dtype: buffer.dtype, dims: Vec::new(), layout: Layout::Dense, experts: 0 });
             }
         };

@@ -81,6 +81,8 @@ fn instruction(session: &Session, graph: &Graph, program: &Program, rank: usize,
         | Instr::Slice { .. }
         | Instr::Zero { .. }
         | Instr::AddInto { .. }
+        | Instr::Cast { .. }
+        | Instr::SumShares { .. }
         | Instr::SquareSum { .. }
         | Instr::ClipScale { .. }
         | Instr::TrustSums { .. }

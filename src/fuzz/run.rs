@@ -11,7 +11,7 @@ use dplan_ir::entity::{ParamId, Table};
 use dplan_ir::graph::Graph;
 use dplan_ir::init;
 use dplan_ir::interp::Tensor;
-use dplan_ir::interp::graph::{TrainState, train_step_of};
+use dplan_ir::interp::graph::{TrainState, train_step_of, update_step};
 use dplan_ir::interp::program::ProgramRun;
 use dplan_ir::optimizer::{Hyper, StepScalars};
 use dplan_ir::plan::Clip;
@@ -20,6 +20,7 @@ use dplan_ir::verify::verify_program;
 use dplan_planner::drawn::{Case, Dice, inputs};
 use dplan_planner::lower;
 
+use super::wire::Rounding;
 use crate::runtime::{Batch, Options, Order, Rows, Session};
 
 /// Steps of a run.
@@ -92,7 +93,7 @@ pub fn check_program(case: &Case, graph: &Graph, program: &Program) -> Result<Ag
         DType::F64 => on_ranks(case, graph, program)?,
         DType::F32 | DType::Bf16 | DType::F16 | DType::I32 => interpreted(case, graph, program)?,
     };
-    let agreement = found.against(&on_one_device(case, graph), graph);
+    let agreement = found.against(&on_one_device(case, graph)?, graph);
     // Not a number is no agreement either.
     if agreement.error <= TOLERANCE { Ok(agreement) } else { Err(Fault::Differs(agreement)) }
 }
@@ -106,6 +107,16 @@ pub fn bits(case: &Case) -> Result<Vec<u64>, Fault> {
     let trained = on_ranks(case, &graph, &program)?;
     let tensors = trained.tensors.iter().flat_map(|(_, t)| t.values().flatten());
     Ok(trained.losses.iter().chain(trained.norms.iter().flatten()).chain(tensors).map(|x| x.to_bits()).collect())
+}
+
+/// How far two cases of one model end up from each other on CPU ranks: what choices that change numbers do to them.
+///
+/// # Errors
+/// If one of them does not run.
+pub fn apart(one: &Case, other: &Case) -> Result<Agreement, Fault> {
+    let trained = |case: &Case| lowered(case).and_then(|(graph, program)| Ok((on_ranks(case, &graph, &program)?, graph)));
+    let ((found, graph), (wanted, _)) = (trained(one)?, trained(other)?);
+    Ok(found.against(&wanted, &graph))
 }
 
 /// What a run leaves to compare, by name of what it is.
@@ -195,14 +206,26 @@ pub fn batches(case: &Case, graph: &Graph, step: u64) -> Vec<Vec<Tensor>> {
     (0..case.micro_batches).map(|_| inputs(graph, case.model.vocab, &mut dice)).collect()
 }
 
-fn on_one_device(case: &Case, graph: &Graph) -> Trained {
+/// The reference: one device, or where gradients are rounded for their exchange, one that rounds each rank's part of them.
+fn on_one_device(case: &Case, graph: &Graph) -> Result<Trained, Fault> {
+    let plan = case.plan(graph);
+    let rounding = match case.wire.dtype() {
+        Some(_) => Some(Rounding::new(graph, &plan).map_err(|e| Fault::Refused(e.to_string()))?),
+        None => None,
+    };
     let mut state = TrainState::new(init::params(graph, INIT), case.optimizer);
     let mut trained = Trained { losses: Vec::new(), norms: Vec::new(), tensors: Vec::new() };
     let plain = |t: &Table<ParamId, Tensor>| t.map(|_, t| t.data.clone());
     for step in 1..=STEPS {
-        let at = scalars(case, graph, step);
-        let report =
-            train_step_of(graph, &mut state, &batches(case, graph, step), &StepScalars { loss_scale: 1.0, ..at }, case.optimizer, case.decay);
+        let at = StepScalars { loss_scale: 1.0, ..scalars(case, graph, step) };
+        let batches = batches(case, graph, step);
+        let report = match &rounding {
+            None => train_step_of(graph, &mut state, &batches, &at, case.optimizer, case.decay),
+            Some(rounding) => {
+                let summed = rounding.step(&state.params, &batches, &at);
+                update_step(graph, &mut state, summed, &at, case.optimizer, case.decay)
+            }
+        };
         trained.losses.push(report.loss);
         trained.norms.push(Some(report.grad_norm));
         trained.tensors.push((Kind::Gradient(step), plain(&report.grads)));
@@ -211,7 +234,7 @@ fn on_one_device(case: &Case, graph: &Graph) -> Trained {
         trained.tensors.push((Kind::State(role), state.moments.map(|_, m| m[at].data.clone())));
     }
     trained.tensors.push((Kind::State(Role::Param), plain(&state.params)));
-    trained
+    Ok(trained)
 }
 
 fn moments(case: &Case) -> &'static [Role] {

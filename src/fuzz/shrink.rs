@@ -6,7 +6,7 @@
 use dplan_ir::dtype::DType;
 use dplan_ir::op::Documents;
 use dplan_ir::optimizer::{DecayGroups, Optimizer};
-use dplan_ir::plan::{Clip, Gathered, Offload, Recompute, Schedule, Zero};
+use dplan_ir::plan::{Clip, Gathered, Offload, Recompute, Schedule, Wire, Zero};
 use dplan_planner::drawn::{Boundary, Case, Ffn, Model, Sight, Split, Way};
 
 /// Makes a failing case smaller; `fails` says whether one still does.
@@ -102,6 +102,7 @@ fn simpler(case: &Case) -> Vec<Case> {
     offer(&|c| c.model.vocab = Model::SMALLEST.vocab);
     offer(&|c| c.optimizer = Optimizer::Sgd);
     offer(&|c| c.clip = Clip::None);
+    offer(&|c| c.wire = Wire::Full);
     offer(&|c| c.decay = DecayGroups::All);
     offer(&|c| c.streams = None);
     offer(&|c| c.compute = if c.compute == DType::F16 { DType::Bf16 } else { DType::F64 });

@@ -3,14 +3,14 @@
 use dplan_ir::dtype::DType;
 use dplan_ir::op::Documents;
 use dplan_ir::optimizer::{DecayGroups, Optimizer};
-use dplan_ir::plan::{Clip, Gathered, Offload, Recompute, Schedule, Store};
+use dplan_ir::plan::{Clip, Gathered, Offload, Recompute, Schedule, Store, Wire};
 use dplan_planner::drawn::{Boundary, Case, Dice, Ffn, Sight, Split, Way};
 
 /// One thing that a case can have.
 pub type Dimension = (&'static str, fn(&Case) -> bool);
 
 /// Everything that a case can have. Something that needs several ranks to mean anything is only counted where there are several.
-pub const DIMENSIONS: [Dimension; 64] = [
+pub const DIMENSIONS: [Dimension; 65] = [
     ("gated", |c| c.model.ffn == Ffn::Gated),
     ("plain", |c| c.model.ffn == Ffn::Plain),
     ("experts", |c| c.model.ffn == Ffn::Experts),
@@ -70,6 +70,7 @@ pub const DIMENSIONS: [Dimension; 64] = [
     ("sgd", |c| c.optimizer == Optimizer::Sgd),
     ("lamb", |c| c.optimizer == Optimizer::Lamb),
     ("clip", |c| c.clip == Clip::GlobalNorm),
+    ("wire bf16", |c| c.wire == Wire::Bf16 && shares(c)),
     ("decay groups", |c| c.decay == DecayGroups::Matrices),
     ("masters", |c| c.compute != DType::F64),
     ("loss scale", |c| c.compute == DType::F16),

@@ -43,7 +43,13 @@ pub fn explain(program: &Program, code: &Code, log: &[Call]) -> Result<(), Strin
                     }
                     calls.launches(&entries, on, &what)?;
                 }
-                Instr::Run { .. } | Instr::AddInto { .. } | Instr::ClipScale { .. } | Instr::TrustSums { .. } | Instr::Update { .. } => {
+                Instr::Run { .. }
+                | Instr::AddInto { .. }
+                | Instr::Cast { .. }
+                | Instr::SumShares { .. }
+                | Instr::ClipScale { .. }
+                | Instr::TrustSums { .. }
+                | Instr::Update { .. } => {
                     if entries.is_empty() {
                         return Err(format!("no kernel {what}"));
                     }
@@ -69,6 +75,7 @@ pub fn explain(program: &Program, code: &Code, log: &[Call]) -> Result<(), Strin
                     let counted = match pattern {
                         Pattern::AllReduce | Pattern::AllGather => bytes(src),
                         Pattern::ReduceScatter => bytes(dst),
+                        Pattern::AllToAll => bytes(dst) / group.len() as u64,
                     };
                     let wanted = *primitive == self::primitive(*pattern, *monoid)?;
                     let right = wanted && *members == group && *stream == on && elems * stage.buffers[*src].dtype.size() == counted;
@@ -130,6 +137,7 @@ pub fn explain(program: &Program, code: &Code, log: &[Call]) -> Result<(), Strin
 fn primitive(pattern: Pattern, monoid: Monoid) -> Result<Primitive, String> {
     Ok(match (pattern, monoid) {
         (Pattern::AllGather, _) | (Pattern::AllReduce, Monoid::LogSumExp) => Primitive::AllGather,
+        (Pattern::AllToAll, _) => Primitive::AllToAll,
         (Pattern::AllReduce, Monoid::Sum) => Primitive::AllReduce(Reduction::Sum),
         (Pattern::AllReduce, Monoid::Max) => Primitive::AllReduce(Reduction::Max),
         (Pattern::ReduceScatter, Monoid::Sum) => Primitive::ReduceScatter(Reduction::Sum),

@@ -56,6 +56,10 @@ pub fn meet(group: &Group) {
     let sources: Vec<Vec<u8>> = exchanges.iter().map(read).collect();
     let results: Vec<Vec<u8>> = match first.primitive {
         Primitive::AllGather => vec![sources.concat(); n],
+        Primitive::AllToAll => {
+            let block = (first.elems * first.dtype.size()) as usize;
+            (0..n).map(|me| sources.iter().flat_map(|s| &s[me * block..(me + 1) * block]).copied().collect()).collect()
+        }
         Primitive::AllReduce(how) => vec![reduce(&sources, first.dtype, how); n],
         Primitive::ReduceScatter(how) => reduce(&sources, first.dtype, how).chunks(received as usize).map(<[u8]>::to_vec).collect(),
     };
@@ -72,6 +76,7 @@ pub fn sizes(e: &Exchange, members: u64) -> (u64, u64) {
         Primitive::AllReduce(_) => (n, n),
         Primitive::ReduceScatter(_) => (n * members, n),
         Primitive::AllGather => (n, n * members),
+        Primitive::AllToAll => (n * members, n * members),
     }
 }
 

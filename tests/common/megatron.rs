@@ -6,7 +6,7 @@ use dplan_ir::extent::node_rule;
 use dplan_ir::graph::{Graph, Layout, Node};
 use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::optimizer::Optimizer;
-use dplan_ir::plan::{Clip, Gathered, LayerPlan, Offload, Placement, Plan, Recompute, Schedule, StagePlan, Zero};
+use dplan_ir::plan::{Clip, Gathered, LayerPlan, Offload, Placement, Plan, Recompute, Schedule, StagePlan, Wire, Zero};
 use dplan_ir::rule::{Assignment, Split};
 use dplan_planner::padding::paddable;
 
@@ -55,6 +55,7 @@ pub fn plan(graph: &Graph, shape: Shape, batch: u64) -> Plan {
         compute: graph.params.values().next().map_or(dplan_ir::dtype::DType::F32, |p| graph.values[p.value].ty.dtype),
         optimizer: Optimizer::AdamW,
         clip: Clip::GlobalNorm,
+        wire: Wire::Full,
     }
 }
 

@@ -119,6 +119,18 @@ pub fn train_step_of(
             *sum = sum.zip(&run.grad(graph, p), |x, y| x + y);
         }
     }
+    update_step(graph, state, (loss, grads), scalars, optimizer, groups)
+}
+
+/// What a training step does with its loss and gradients.
+pub fn update_step(
+    graph: &Graph,
+    state: &mut TrainState,
+    (loss, grads): (f64, Table<ParamId, Tensor>),
+    scalars: &StepScalars,
+    optimizer: Optimizer,
+    groups: DecayGroups,
+) -> StepReport {
     let grad_norm = grads.values().flat_map(|g| &g.data).map(|x| x * x).sum::<f64>().sqrt();
     // Gradients are not scaled here, where nothing is short; what that would do to their size still counts.
     let scale = scalars.gradient_scale(grad_norm * scalars.loss_scale) * scalars.loss_scale;

@@ -5,7 +5,8 @@
 //! from a seed, with whole streams kept back at times, so an edge that a program lacks shows as a wrong result under some seed.
 //!
 //! Arenas hold an f64 for every two bytes: an element stands in the cell of its first byte and poisons its other cells, so reading at an offset, or in another
-//! element type, gives NaN rather than a lucky number. All arithmetic is f64, whatever the types say. Bytes that were never written are NaN.
+//! element type, gives NaN rather than a lucky number. All arithmetic is f64, whatever the types say; a `cast` alone rounds, since that is what it is for. Bytes that
+//! were never written are NaN.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -291,6 +292,10 @@ impl<'a> ProgramRun<'a> {
                     Pattern::AllReduce => reduce(&blocks, monoid),
                     Pattern::ReduceScatter => narrow(&reduce(&blocks, monoid), dim, position, ways),
                     Pattern::AllGather => concat(&blocks, dim),
+                    Pattern::AllToAll => {
+                        let shares: Vec<Tensor> = blocks.iter().map(|block| narrow(block, dim, position, ways)).collect();
+                        concat(&shares.iter().collect::<Vec<_>>(), dim)
+                    }
                 };
                 let results: Vec<Tensor> = (0..ends.len() as u64).map(result).collect();
                 for (&(member, _, dst, m), result) in ends.iter().zip(results) {
@@ -318,6 +323,18 @@ impl<'a> ProgramRun<'a> {
             &Instr::AddInto { src, dst } => {
                 let data = self.read(rank, src, m);
                 self.add(rank, dst, m, &data);
+            }
+            &Instr::Cast { src, dst } => {
+                let dtype = self.buffer(rank, dst).dtype;
+                let data: Vec<f64> = self.read(rank, src, m).into_iter().map(|x| dtype.round(x)).collect();
+                self.write(rank, dst, m, &data);
+            }
+            &Instr::SumShares { src, dst } => {
+                let (shares, (_, _, elems)) = (self.read(rank, src, m), self.cells(rank, dst, m));
+                let (first, others) = shares.split_at(elems);
+                let add = |sum: Vec<f64>, share: &[f64]| sum.iter().zip(share).map(|(a, b)| a + b).collect();
+                let sum = others.chunks(elems).fold(first.to_vec(), add);
+                self.write(rank, dst, m, &sum);
             }
             &Instr::SquareSum { src, dst, once } => {
                 if self.program.mesh.position(self.local(rank), once) == 0 {
@@ -427,7 +444,7 @@ impl<'a> ProgramRun<'a> {
         match &self.buffer(rank, id).content {
             Content::Value { sharding, .. } => sharding.clone(),
             &Content::Member { bucket, param, .. } => self.member(rank, bucket, param).map_or_else(|| Sharding::replicated(0), |(_, s)| s),
-            Content::Flat { .. } | Content::Trust { .. } => Sharding::replicated(1),
+            Content::Flat { .. } | Content::Trust { .. } | Content::Wire { .. } => Sharding::replicated(1),
             Content::Scalar(_) | Content::Scratch => Sharding::replicated(0),
         }
     }
@@ -440,7 +457,7 @@ impl<'a> ProgramRun<'a> {
         let ty = match &self.buffer(rank, id).content {
             Content::Value { value, .. } => &self.graph.values[*value].ty,
             Content::Member { param, .. } => &self.graph.values[self.graph.params[*param].value].ty,
-            Content::Flat { .. } | Content::Trust { .. } => return Tensor::dense(&[data.len() as u64], data),
+            Content::Flat { .. } | Content::Trust { .. } | Content::Wire { .. } => return Tensor::dense(&[data.len() as u64], data),
             Content::Scalar(_) | Content::Scratch => return Tensor::dense(&[], data),
         };
         let local = self.local_type(ty, &self.sharding(rank, id));

@@ -2,6 +2,7 @@
 //!
 //! Every form is a tensor per rank. Ops run on each rank's blocks; reshard steps are the collectives of their definition, members in group order.
 
+use crate::dropout::Draws;
 use crate::dtype::DType;
 use crate::entity::{FormId, ParamId, Table, ValueId};
 use crate::extent::{Seat, context};
@@ -24,6 +25,21 @@ impl ShardedRun {
     /// # Panics
     /// If the sharded graph does not verify, or parameters and inputs are not of the shapes the graph says.
     pub fn new(graph: &Graph, sharded: &Sharded, params: &Table<ParamId, Tensor>, inputs: &[Tensor], inv_tokens: f64) -> ShardedRun {
+        ShardedRun::drawing(graph, sharded, params, inputs, inv_tokens, Draws::default())
+    }
+
+    /// As [`ShardedRun::new`], with dropout.
+    ///
+    /// # Panics
+    /// As [`ShardedRun::new`].
+    pub fn drawing(
+        graph: &Graph,
+        sharded: &Sharded,
+        params: &Table<ParamId, Tensor>,
+        inputs: &[Tensor],
+        inv_tokens: f64,
+        draws: Draws,
+    ) -> ShardedRun {
         let (mesh, padded) = (&sharded.mesh, &sharded.padded);
         let ranks = mesh.ranks();
         let given = |value: ValueId| match graph.values[value].def {
@@ -43,7 +59,7 @@ impl ShardedRun {
                     let shardings = |forms: &[FormId]| forms.iter().map(|&f| &sharded.forms[f].sharding).collect::<Vec<_>>();
                     for local_rank in 0..ranks {
                         let seat = Seat { mesh, padded, local_rank };
-                        let ctx = context(graph, node, &shardings(ins), &shardings(outs), seat, inv_tokens);
+                        let ctx = context(graph, node, &shardings(ins), &shardings(outs), seat, inv_tokens).drawing(draws);
                         let blocks: Vec<&Tensor> = ins.iter().map(|&f| &run.forms[f][local_rank as usize]).collect();
                         let types: Vec<LocalType> = outs.iter().map(|&f| form_type(graph, sharded, f)).collect();
                         let results = op::eval(&node.op, &ctx, &blocks, &types);

@@ -302,7 +302,7 @@ pub fn sharded(graph: &Graph, size: usize, rng: &mut Rng) -> Sharded {
     Sharded { mesh, padded, forms, body }
 }
 
-const INSTRS: u64 = 15;
+const INSTRS: u64 = 17;
 
 fn instr(kind: u64, graph: &Graph, mesh: &Mesh, rng: &mut Rng) -> Instr {
     let buf = |rng: &mut Rng| BufferId(rng.below(40) as u32);
@@ -319,7 +319,7 @@ fn instr(kind: u64, graph: &Graph, mesh: &Mesh, rng: &mut Rng) -> Instr {
         1 => Instr::Input { dst: buf(rng) },
         2 => Instr::Slice { src: buf(rng), dst: buf(rng), axes: axes(mesh, rng), dim: rng.below(3) as u32 },
         3 => Instr::Collective {
-            pattern: *rng.pick(&[Pattern::AllReduce, Pattern::ReduceScatter, Pattern::AllGather]),
+            pattern: *rng.pick(&Pattern::ALL),
             axes: axes(mesh, rng),
             stages: stages(rng),
             dim: rng.below(3) as u32,
@@ -342,6 +342,8 @@ fn instr(kind: u64, graph: &Graph, mesh: &Mesh, rng: &mut Rng) -> Instr {
             trust: rng.some(buf),
         },
         13 => Instr::TrustSums { state: buf(rng), grad: buf(rng), moments: rng.vec(2, buf), scale: rng.some(buf), dst: buf(rng) },
+        14 => Instr::Cast { src: buf(rng), dst: buf(rng) },
+        15 => Instr::SumShares { src: buf(rng), dst: buf(rng) },
         11 => Instr::Copy { src: buf(rng), dst: buf(rng) },
         12 => Instr::Record(EventId(rng.below(9) as u32)),
         _ => Instr::Wait(EventId(rng.below(9) as u32)),
@@ -351,12 +353,13 @@ fn instr(kind: u64, graph: &Graph, mesh: &Mesh, rng: &mut Rng) -> Instr {
 fn buffer(graph: &Graph, mesh: &Mesh, rng: &mut Rng) -> Buffer {
     let bucket = BucketId(rng.below(9) as u32);
     let role = *rng.pick(&Role::ALL);
-    let content = match rng.below(6) {
+    let content = match rng.below(7) {
         0 if !graph.params.is_empty() => Content::Member { bucket, role, param: ParamId(rng.below(graph.params.len() as u64) as u32) },
         0 | 1 => Content::Flat { bucket, role, pieces: axes(mesh, rng) },
         2 => Content::Scalar(*rng.pick(&Scalar::ALL)),
         3 => Content::Scratch,
         4 => Content::Trust { bucket },
+        5 => Content::Wire { bucket, from: axes(mesh, rng) },
         _ => Content::Value { value: ValueId(rng.below(graph.values.len() as u64) as u32), sharding: sharding(mesh, rng) },
     };
     let (slots, slot_stride) = if rng.coin() { (1, 0) } else { (rng.number(), rng.number()) };

@@ -173,13 +173,18 @@ impl Reader<'_> {
         if p.take_word("trust") {
             return Ok(Content::Trust { bucket: p.id("bucket", "a bucket (`bucket0`)").map(BucketId)? });
         }
+        if p.take_word("wire") {
+            let bucket = p.id("bucket", "a bucket (`bucket0`)").map(BucketId)?;
+            let from = if p.take_word("from") { axes(p, &self.mesh)? } else { AxisSet::EMPTY };
+            return Ok(Content::Wire { bucket, from });
+        }
         if p.take_word("scalar") {
             return named(p, "scalar", Scalar::from_name, &Scalar::ALL.map(Scalar::name)).map(Content::Scalar);
         }
         let at = p.at();
-        let word = p.any_word("a value, a role of a bucket, `scalar`, `trust` or `scratch`")?;
+        let word = p.any_word("a value, a role of a bucket, `scalar`, `trust`, `wire` or `scratch`")?;
         let Some(role) = Role::from_name(word) else {
-            let known: Vec<&str> = Role::ALL.map(Role::name).into_iter().chain(["scalar", "trust", "scratch"]).collect();
+            let known: Vec<&str> = Role::ALL.map(Role::name).into_iter().chain(["scalar", "trust", "wire", "scratch"]).collect();
             return Err(p.unknown(at, "content", word, &known));
         };
         let bucket = p.id("bucket", "a bucket (`bucket0`)").map(BucketId)?;
@@ -246,6 +251,14 @@ impl Reader<'_> {
             "add_into" => {
                 let (src, dst) = copy(p)?;
                 Instr::AddInto { src, dst }
+            }
+            "cast" => {
+                let (src, dst) = copy(p)?;
+                Instr::Cast { src, dst }
+            }
+            "sum_shares" => {
+                let (src, dst) = copy(p)?;
+                Instr::SumShares { src, dst }
             }
             "square_sum" => {
                 p.word("once")?;
@@ -327,7 +340,7 @@ impl Reader<'_> {
     }
 }
 
-const INSTRUCTIONS: [&str; 16] = [
+const INSTRUCTIONS: [&str; 19] = [
     "trust_sums",
     "run",
     "input",
@@ -335,6 +348,9 @@ const INSTRUCTIONS: [&str; 16] = [
     "all_reduce",
     "reduce_scatter",
     "all_gather",
+    "all_to_all",
+    "cast",
+    "sum_shares",
     "send",
     "recv",
     "zero",

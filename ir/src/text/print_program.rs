@@ -126,6 +126,13 @@ impl Printer<'_> {
             }
             Content::Scalar(scalar) => self.write(format_args!("scalar {}", scalar.name())),
             Content::Trust { bucket } => self.write(format_args!("trust {bucket}")),
+            Content::Wire { bucket, from } => {
+                self.write(format_args!("wire {bucket}"));
+                if !from.is_empty() {
+                    self.out.put(" from ");
+                    put_axes(&mut self.out.text, *from, self.mesh);
+                }
+            }
             Content::Scratch => self.out.put("scratch"),
         }
         self.write(format_args!(" {} {} bytes at {}", buffer.dtype.name(), buffer.bytes, buffer.offset));
@@ -181,7 +188,7 @@ impl Printer<'_> {
                 if *dim != 0 || *pattern != Pattern::AllReduce {
                     self.write(format_args!(" dim {dim}"));
                 }
-                if *monoid != Monoid::Sum || *pattern != Pattern::AllGather {
+                if *monoid != Monoid::Sum || pattern.reduces() {
                     self.write(format_args!(" {}", monoid.name()));
                 }
                 self.write(format_args!(" {src} -> {dst}"));
@@ -191,6 +198,8 @@ impl Printer<'_> {
             Instr::Zero { dst } => self.write(format_args!("zero {dst}")),
             Instr::Copy { src, dst } => self.write(format_args!("copy {src} -> {dst}")),
             Instr::AddInto { src, dst } => self.write(format_args!("add_into {src} -> {dst}")),
+            Instr::Cast { src, dst } => self.write(format_args!("cast {src} -> {dst}")),
+            Instr::SumShares { src, dst } => self.write(format_args!("sum_shares {src} -> {dst}")),
             Instr::SquareSum { src, dst, once } => {
                 self.out.put("square_sum once ");
                 put_axes(&mut self.out.text, *once, self.mesh);

@@ -2,9 +2,12 @@
 
 use std::ops::Range;
 
+use dplan_ir::dtype::DType;
 use dplan_ir::optimizer::{Optimizer, StepScalars, skips};
+use dplan_ir::program::Write;
+use half::bf16;
 
-use super::float::{Float, sum};
+use super::float::{Float, fill, sum};
 use super::vector::vectorized;
 
 /// dst ← dst + src.
@@ -14,6 +17,22 @@ pub fn add_into<T: Float>(src: &[T], dst: &mut [T]) {
             *d += *s;
         }
     });
+}
+
+/// dst ← src, rounded to the nearest, of two to the even one.
+pub fn cast<T: Float>(src: &[T], dst: &mut [bf16]) {
+    for (d, s) in dst.iter_mut().zip(src) {
+        // Rounded once: a conversion by way of f32 would round an f64 twice.
+        *d = bf16::from_f64(DType::Bf16.round(s.to_f64()));
+    }
+}
+
+/// dst ← Σ over stretches of `src` as long as it, in their order, starting from the first.
+pub fn sum_shares<T: Float>(src: &[bf16], dst: &mut [T]) {
+    for (number, share) in src.chunks_exact(dst.len().max(1)).enumerate() {
+        let write = if number == 0 { Write::Set } else { Write::Add };
+        vectorized(|| fill(dst, write, |i| T::from_f64(share[i].to_f64())));
+    }
 }
 
 /// Elements whose squares are summed in one go.

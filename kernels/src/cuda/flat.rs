@@ -5,6 +5,7 @@ use std::ops::Range;
 use dplan_ir::cost::{OpCost, Unit};
 use dplan_ir::dtype::DType;
 use dplan_ir::optimizer::Optimizer;
+use dplan_ir::program::Write;
 
 use super::source::{Builder, Config, Size, int};
 use super::{Alignment, Arg, Family, Launch, Routine, pointwise};
@@ -33,12 +34,29 @@ pub fn square_sum(src: DType, dst: DType, n: u64) -> Routine {
 
 /// dst ← dst + src.
 pub fn add_into(src: DType, dst: DType, n: u64, alignment: Alignment) -> Routine {
+    routine(moved(src, dst, dst.accumulator(), n, alignment, Write::Add), 0, n, n * (src.size() + 2 * dst.size()))
+}
+
+/// dst ← src, rounded.
+pub fn cast(src: DType, dst: DType, n: u64, alignment: Alignment) -> Routine {
+    routine(moved(src, dst, src, n, alignment, Write::Set), 0, n, n * (src.size() + dst.size()))
+}
+
+/// dst ← src or dst + src, by way of `acc`.
+fn moved(src: DType, dst: DType, acc: DType, n: u64, alignment: Alignment, write: Write) -> Vec<Launch> {
     let pack = pack(n, &[src, dst], alignment);
-    let config = pointwise::config(src, dst, dst.accumulator(), [1, 1], pack).flag("ADD", true).signed("REPEATS", -1);
+    let config = pointwise::config(src, dst, acc, [1, 1], pack).flag("ADD", write == Write::Add).signed("REPEATS", -1);
     let text = pointwise::text(config, "u = x;", None);
     let args = vec![Arg::In(0), Arg::Scalars, Arg::Scalars, Arg::Out(0), Arg::Out(0), Arg::Scalars, int(n), int(1)];
-    let launch = one(Family::Pointwise, "dp_pointwise", text, Size::over(n / pack, THREADS), args);
-    routine(launch, 0, n, n * (src.size() + 2 * dst.size()))
+    one(Family::Pointwise, "dp_pointwise", text, Size::over(n / pack, THREADS), args)
+}
+
+/// dst ← Σ over `shares` stretches of `n` elements, in their order, element by element.
+pub fn sum_shares(src: DType, dst: DType, shares: u64, n: u64) -> Routine {
+    let text = Config::default().ty("in_t", src).ty("out_t", dst).ty("acc", dst.accumulator()).int("THREADS", THREADS);
+    let text = text.text(&[include_str!("text/shares.cuh")]);
+    let launch = one(Family::Pointwise, "dp_shares", text, Size::over(n, THREADS), vec![Arg::In(0), Arg::Out(0), int(shares), int(n)]);
+    routine(launch, 0, n * shares, n * (shares * src.size() + dst.size()))
 }
 
 /// dst ← clip factor of √src.

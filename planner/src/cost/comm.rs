@@ -7,7 +7,12 @@
 //! (l−1)·α_intra + ⌈log₂ g⌉·α_inter + S·(n−1)/n / β,      β = β_intra if g = 1, else min(β_intra, l·β_inter)
 //! ```
 //! a ring inside nodes whose `l` network links work side by side, and a logarithmic exchange of latencies between nodes. An all-reduce is a scatter
-//! and a gather. Inside a node, measured curves take the place of the formula where the machine has them, and a group of several nodes never takes less
+//! and a gather. An all-to-all adds nothing up on the way, so each link of a node carries what its own rank sends to other nodes, after what stays:
+//!
+//! ```text
+//! (l−1)·α_intra + ⌈log₂ g⌉·α_inter + S·(l−1)/n / β_intra + S·(n−l)/n / min(β_intra, β_inter)
+//! ```
+//! Inside a node, measured curves take the place of the formula where the machine has them, and a group of several nodes never takes less
 //! than its members in one node alone. Times grow with bytes, and with ranks in either tier.
 
 use crate::machine::curves::Op;
@@ -78,6 +83,13 @@ fn formula(machine: &Machine, group: Group, pattern: Pattern, bytes: u64) -> Nan
     match pattern {
         Pattern::AllGather | Pattern::ReduceScatter => once,
         Pattern::AllReduce => once * 2,
+        Pattern::AllToAll if group.nodes == 1 || group.local == 1 => once,
+        Pattern::AllToAll => {
+            let between = machine.intra.bandwidth.min(machine.inter.bandwidth);
+            let part = |members: u64, link: PerSecond| members as f64 / link.0.max(1) as f64;
+            let seconds = bytes as f64 / ranks as f64 * (part(group.local - 1, machine.intra.bandwidth) + part(ranks - group.local, between));
+            latency + Nanos((seconds * 1e9).ceil() as u64)
+        }
     }
 }
 
@@ -119,8 +131,6 @@ mod tests {
     use super::*;
     use crate::machine::known_devices;
 
-    const PATTERNS: [Pattern; 3] = [Pattern::AllReduce, Pattern::ReduceScatter, Pattern::AllGather];
-
     fn machine(name: &str, per_node: u64, nodes: u64) -> Machine {
         Machine::parse(&format!("{name}:{per_node}x{nodes}")).unwrap()
     }
@@ -129,7 +139,7 @@ mod tests {
     fn time_grows_with_bytes_and_ranks() {
         for name in known_devices() {
             let machine = machine(name, 8, 64);
-            for pattern in PATTERNS {
+            for pattern in Pattern::ALL {
                 let time = |local, nodes, bytes| group_time(&machine, Group { local, nodes }, pattern, bytes);
                 for bytes in [1, 1000, 1 << 20, 1 << 33] {
                     for n in 1..64 {
@@ -140,6 +150,18 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn all_to_all_is_a_scatter_inside_nodes_and_between_single_ranks_and_slower_between_full_nodes() {
+        let machine = Machine { curves: Default::default(), ..machine("h100", 8, 4) };
+        let ratio = |local, nodes| {
+            let time = |pattern| group_time(&machine, Group { local, nodes }, pattern, 1 << 30).0 as f64;
+            time(Pattern::AllToAll) / time(Pattern::ReduceScatter)
+        };
+        assert_eq!((ratio(8, 1), ratio(1, 4)), (1.0, 1.0));
+        // Sums over a node leave it once; shares of all its ranks leave it all.
+        assert!(ratio(2, 2) > 1.3 && ratio(8, 4) > 5.0, "{} {}", ratio(2, 2), ratio(8, 4));
     }
 
     #[test]

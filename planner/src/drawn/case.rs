@@ -6,7 +6,7 @@ use dplan_ir::graph::Graph;
 use dplan_ir::mesh::Degrees;
 use dplan_ir::optimizer::{DecayGroups, Optimizer};
 use dplan_ir::pipeline::Pipeline;
-use dplan_ir::plan::{Clip, Gathered, Offload, Recompute, Schedule, Zero};
+use dplan_ir::plan::{Clip, Gathered, Offload, Recompute, Schedule, Wire, Zero};
 
 /// A model, a plan for it, and what of a run is no part of a plan.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -30,6 +30,7 @@ pub struct Case {
     pub compute: DType,
     pub optimizer: Optimizer,
     pub clip: Clip,
+    pub wire: Wire,
     pub decay: DecayGroups,
     /// Seed of the order in which ranks try their streams; communication first if absent.
     pub streams: Option<u64>,
@@ -118,6 +119,7 @@ impl Case {
             compute: DType::F64,
             optimizer: Optimizer::Sgd,
             clip: Clip::None,
+            wire: Wire::Full,
             decay: DecayGroups::All,
             streams: None,
         }
@@ -173,6 +175,7 @@ impl Case {
             compute: dice.pick(&[DType::F64, DType::F64, DType::F64, DType::F64, DType::F64, DType::F64, DType::Bf16, DType::F16]),
             optimizer: dice.pick(&Optimizer::ALL),
             clip: dice.pick(&[Clip::None, Clip::GlobalNorm]),
+            wire: dice.pick(&[Wire::Full, Wire::Full, Wire::Bf16]),
             decay: dice.pick(&[DecayGroups::All, DecayGroups::Matrices]),
             streams: if dice.one_in(3) { Some(dice.roll(1000)) } else { None },
         };

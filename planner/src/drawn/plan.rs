@@ -57,6 +57,7 @@ impl Case {
             compute: self.compute,
             optimizer: self.optimizer,
             clip: self.clip,
+            wire: self.wire,
         }
     }
 }

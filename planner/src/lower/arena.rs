@@ -7,7 +7,7 @@
 //! | frames | of each virtual stage: what its layers keep of a micro-batch, one slot for each in flight; what they hold between the halves of a backward pass |
 //! | boundary | two cotangents handed down layer by layer; two turns of every message |
 //! | workspace | of one layer: forms of both passes, and scratch; all layers begin at the same place |
-//! | ring | two turns of whole parameters and gradients of layers that keep only pieces; in the update, two turns of offloaded roles |
+//! | ring | two turns of whole parameters and gradients of layers that keep only pieces, and of gradients on the wire; in the update, two turns of offloaded roles |
 //!
 //! Behind the arena, in the memory of the host and in a file: the offloaded roles of every bucket.
 
@@ -80,6 +80,17 @@ pub(super) struct Turned {
     pub sum: Option<BufferId>,
 }
 
+/// Gradients of a bucket on their way to their sum, in a turn of the ring.
+#[derive(Clone, Copy)]
+pub(super) struct OnWire {
+    /// This rank's, rounded.
+    pub own: BufferId,
+    /// Everybody's, of this rank's piece.
+    pub shares: BufferId,
+    /// Where these add up: this rank's piece of the gradients that were rounded, in place.
+    pub sum: BufferId,
+}
+
 /// Parameters that are gathered.
 #[derive(Clone, Copy)]
 pub(super) struct Gather {
@@ -104,12 +115,18 @@ pub(super) struct LayerBuffers {
     pub gathered: [Vec<Gather>; 2],
     /// Gradients that are in the ring in the backward pass.
     pub turned: Vec<Turned>,
+    /// Those that are rounded for the exchange, by place of their home.
+    pub wires: BTreeMap<usize, OnWire>,
 }
 
 impl LayerBuffers {
     /// Whether something comes into the ring before a pass.
     pub fn comes_in(&self, pass: usize) -> bool {
         !self.fetched[pass].is_empty() || !self.gathered[pass].is_empty()
+    }
+    /// Whether it has a turn of the ring in the backward pass.
+    pub fn turns_back(&self) -> bool {
+        self.comes_in(1) || !self.turned.is_empty() || !self.wires.is_empty()
     }
 }
 
@@ -392,6 +409,26 @@ impl Arena {
         end
     }
 
+    /// Where a layer's gradients are rounded and exchanged, from `offset` on in its turn of the ring.
+    fn wires(&mut self, stage: Stage<'_>, position: usize, mut offset: u64) -> u64 {
+        for home in self.layers[position].homes.clone() {
+            let Home { bucket, data, .. } = self.homes[home];
+            let elems = self.program.buckets[bucket].elems;
+            let ways = stage.mesh().size(data);
+            let Some((bytes, dtype)) = memory::wire_bytes(elems, ways, stage.types()).zip(stage.types().wire.dtype()) else { continue };
+            let mut wire = |arena: &mut Arena, from: AxisSet| {
+                offset += align(bytes);
+                arena.buffer(Content::Wire { bucket, from }, dtype, bytes, offset - align(bytes))
+            };
+            let (own, shares) = (wire(self, AxisSet::EMPTY), wire(self, data));
+            let turned = self.layers[position].turned.iter().find(|t| t.home == home).map(|t| t.part);
+            let Part { whole, own: piece } = turned.unwrap_or(Part { whole: self.homes[home].roles[&Role::Grad], own: self.homes[home].own_grad });
+            let sum = if piece == whole { self.piece_in_place(stage, bucket, Role::Grad, data, self.program.buffers[whole].offset) } else { piece };
+            self.layers[position].wires.insert(home, OnWire { own, shares, sum });
+        }
+        offset
+    }
+
     /// Turns alternate from one layer to the next that uses the ring in a pass; the backward pass goes on where the forward pass ended.
     fn ring(&mut self, stage: Stage<'_>, at: u64, bytes: &[LayerBytes]) -> u64 {
         let (mesh, types) = (stage.mesh(), stage.types());
@@ -440,6 +477,9 @@ impl Arena {
                     let layer = &mut self.layers[position];
                     if pass == 0 { layer.forward.extend(members) } else { layer.backward.extend(members) }
                 }
+            }
+            if pass == 1 {
+                offset = self.wires(stage, position, offset);
             }
             nth += u64::from(offset > start);
         }

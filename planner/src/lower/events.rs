@@ -57,6 +57,8 @@ fn accesses(instr: &Instr, mut on: impl FnMut(BufferId, Access)) {
         | Instr::Collective { src, dst, .. }
         | Instr::Copy { src, dst }
         | Instr::AddInto { src, dst }
+        | Instr::Cast { src, dst }
+        | Instr::SumShares { src, dst }
         | Instr::SquareSum { src, dst, .. }
         | Instr::ClipScale { src, dst } => {
             on(*src, Access::Read);

@@ -102,7 +102,7 @@ pub(super) fn backward(stage: Stage<'_>, arena: &Arena, of: &VirtualStage, pass:
         body.issue(stage.stream(of, Stream::RecvBackward, Stream::RecvBackwardBack), Instr::Recv { from, channel: Channel::Backward, dst });
     }
     let layers: Vec<usize> = of.layers.clone().rev().collect();
-    let turns: Vec<usize> = layers.iter().copied().filter(|&l| arena.layers[l].comes_in(1) || !arena.layers[l].turned.is_empty()).collect();
+    let turns: Vec<usize> = layers.iter().copied().filter(|&l| arena.layers[l].turns_back()).collect();
     // Gradients that a turn goes on adding to come in behind that turn.
     let goes_on = |at: usize| turns.iter().position(|&l| l == at).is_some_and(|nth| nth > 0 && shares_gradients(arena, turns[nth - 1], at));
     body.gather(sharded::Pass::Backward, turns.iter().take(2).filter(|&&l| !goes_on(l)));

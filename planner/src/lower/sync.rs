@@ -7,6 +7,9 @@
 //! | 2 | reduce-scatter in the ring, add to own piece | | own piece | all-gather in place |
 //! | 3 | the same | | own piece | |
 //!
+//! Where gradients are rounded for the exchange, a reduce-scatter is a cast, an all-to-all and a sum of shares; an all-reduce is the same, a gather of the sum, and after
+//! it what is pending over tensor-parallel axes as for ZeRO 1. Only what goes between data-parallel ranks is rounded, once on its way; sums are of full length.
+//!
 //! States that are offloaded come in and go out on the copy stream: those of the first two buckets come in at the start of the update, those of the next but one when
 //! their turn of the ring is free. Offloaded gradients are added up in the ring in a backward pass: they come in before it and go out behind it, reduced after the last.
 //!
@@ -17,7 +20,7 @@
 //! talk, would else wait for the scatter in the midst of the backward pass. A parameter with homes on several stages is summed over them there too: every stage
 //! has then done all its passes, so nobody waits in the midst of them. It counts once in the norm, at its first home, and all homes make the same update.
 
-use super::arena::{Arena, Home, Part, Turned};
+use super::arena::{Arena, Home, OnWire, Part, Turned};
 use super::passes::Body;
 use super::stage::Stage;
 use dplan_ir::entity::BufferId;
@@ -37,17 +40,17 @@ pub(super) fn norm_scalar(stage: Stage<'_>) -> Option<Scalar> {
 /// After the backward pass of a layer: gradients of this micro-batch from the ring to where they are added up; after the last, sums that are there.
 pub(super) fn turn(body: &mut Body<'_>, layer: usize, is_last: bool) {
     let arena = body.arena;
-    for &Turned { home, part, sum } in &arena.layers[layer].turned {
-        let home = &arena.homes[home];
+    for &Turned { home: at, part, sum } in &arena.layers[layer].turned {
+        let home = &arena.homes[at];
         let whole = (part.whole, home.roles[&Role::Grad]);
         let (src, dst) = match sum {
             Some(sum) => {
-                body.flat(Pattern::ReduceScatter, home.data, part.whole, part.own);
+                scatter(body, layer, at, part);
                 body.issue(Stream::Comm, Instr::AddInto { src: part.own, dst: sum });
                 (sum, home.own_grad)
             }
             None if is_last && home.layers[0] == layer => {
-                summed(body, home, part);
+                summed(body, layer, at, part);
                 // Of a scattered sum this rank has its own piece alone.
                 if home.zero.0 == 1 { (part.own, home.own_grad) } else { whole }
             }
@@ -57,25 +60,55 @@ pub(super) fn turn(body: &mut Body<'_>, layer: usize, is_last: bool) {
             body.issue(Stream::Copy, Instr::Copy { src, dst });
         }
     }
+    // What is exchanged through the turn is done with it before the next layer's parameters come.
+    if is_last && !arena.layers[layer].wires.is_empty() {
+        resident(body, layer);
+    }
 }
 
-/// After the last backward pass of a layer: the buckets that no other layer of the stage still adds to.
+/// After the last backward pass of a layer, and after the gathers that follow its turn.
 pub(super) fn reduce(body: &mut Body<'_>, layer: usize) {
+    if body.arena.layers[layer].wires.is_empty() {
+        resident(body, layer);
+    }
+}
+
+/// The buckets whose gradients are not in the ring and that no other layer of the stage still adds to.
+fn resident(body: &mut Body<'_>, layer: usize) {
     let arena = body.arena;
-    for home in arena.layers[layer].homes.iter().map(|&h| &arena.homes[h]).filter(|h| h.layers[0] == layer) {
+    for &at in arena.layers[layer].homes.iter().filter(|&&h| arena.homes[h].layers[0] == layer) {
+        let home = &arena.homes[at];
         if !home.staged.contains_key(&Role::Grad) {
-            summed(body, home, home.worked(Role::Grad));
+            summed(body, layer, at, home.worked(Role::Grad));
         }
     }
 }
 
 /// Gradients that are complete on this rank, to what ZeRO 0 and 1 make of them.
-fn summed(body: &mut Body<'_>, home: &Home, grad: Part) {
+fn summed(body: &mut Body<'_>, layer: usize, at: usize, grad: Part) {
+    let home = &body.arena.homes[at];
     let bucket = bucket(body.arena, home);
-    match home.zero.0 {
-        0 if bucket.tied.is_empty() => body.flat(Pattern::AllReduce, bucket.partial, grad.whole, grad.whole),
-        1 => body.flat(Pattern::ReduceScatter, home.data, grad.whole, grad.own),
+    match (home.zero.0, body.arena.layers[layer].wires.get(&at)) {
+        (0, Some(wire)) => {
+            scatter(body, layer, at, grad);
+            body.flat(Pattern::AllGather, home.data, wire.sum, grad.whole);
+        }
+        (0, None) if bucket.tied.is_empty() => body.flat(Pattern::AllReduce, bucket.partial, grad.whole, grad.whole),
+        (1, _) => scatter(body, layer, at, grad),
         _ => {}
+    }
+}
+
+/// The sum over data-parallel ranks, of which each gets its piece.
+fn scatter(body: &mut Body<'_>, layer: usize, at: usize, grad: Part) {
+    let data = body.arena.homes[at].data;
+    match body.arena.layers[layer].wires.get(&at) {
+        None => body.flat(Pattern::ReduceScatter, data, grad.whole, grad.own),
+        Some(&OnWire { own, shares, sum }) => {
+            body.issue(Stream::Comm, Instr::Cast { src: grad.whole, dst: own });
+            body.flat(Pattern::AllToAll, data, own, shares);
+            body.issue(Stream::Comm, Instr::SumShares { src: shares, dst: sum });
+        }
     }
 }
 
@@ -174,8 +207,9 @@ fn pending(body: &mut Body<'_>) {
     let arena = body.arena;
     for home in &arena.homes {
         let bucket = bucket(arena, home);
-        // At ZeRO 0 a shared parameter has not been summed at all, others have completely.
+        // At ZeRO 0 a shared parameter has not been summed at all, others have completely; what was rounded for it has been over data-parallel ranks alone.
         let axes = match home.zero.0 {
+            0 if is_rounded(body, home) => bucket.partial.minus(home.data),
             0 if bucket.tied.is_empty() => continue,
             0 => bucket.partial,
             _ => bucket.partial.minus(home.data),
@@ -212,6 +246,11 @@ fn norm(body: &mut Body<'_>) -> Option<BufferId> {
 fn split(arena: &Arena, home: &Home) -> AxisSet {
     let pieces = if home.zero.0 == 0 { AxisSet::EMPTY } else { home.data };
     bucket(arena, home).members[0].sharding.sharded().union(pieces)
+}
+
+/// Whether its gradients are exchanged in a shorter type.
+fn is_rounded(body: &Body<'_>, home: &Home) -> bool {
+    body.stage.types().wire.dtype().is_some() && !home.data.is_empty()
 }
 
 fn bucket<'a>(arena: &'a Arena, home: &Home) -> &'a Bucket {

@@ -12,7 +12,7 @@ use dplan_ir::program::Pattern;
 /// Group sizes that are measured.
 pub const RANKS: [u64; 3] = [2, 4, 8];
 
-/// What is measured: [`Pattern`] and all-to-all.
+/// What is measured: every [`Pattern`].
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Op {
     AllReduce,
@@ -38,6 +38,7 @@ impl Op {
             Pattern::AllReduce => Op::AllReduce,
             Pattern::AllGather => Op::AllGather,
             Pattern::ReduceScatter => Op::ReduceScatter,
+            Pattern::AllToAll => Op::AllToAll,
         }
     }
 }

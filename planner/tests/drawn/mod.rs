@@ -84,8 +84,10 @@ pub fn instance(seed: u64, most_layers: u64, most_offers: u64) -> Instance {
         "offload=optimizer+parameters:nvme",
         "offload=none+gradients",
     ][dice.within(0, 9) as usize];
-    let pins = Pins::parse(pins).unwrap();
-    let problem = Problem::new(&prices, devices, batch, StateTypes { compute, optimizer }, clip, pins, None);
+    // Whatever else is pinned.
+    let wire = if Dice(seed ^ 0x31fe).one_in(5) { ",wire=bf16" } else { "" };
+    let pins = Pins::parse(&format!("{pins}{wire}")).unwrap();
+    let problem = Problem::new(&prices, devices, batch, StateTypes::new(compute, optimizer), clip, pins, None);
     Instance { prices, problem }
 }
 
@@ -120,7 +122,7 @@ pub fn medium(seed: u64) -> Instance {
     // Every third cluster is a quarter of its devices and the rest.
     let groups = if seed.is_multiple_of(3) { Groups::new(vec![devices / 4, devices - devices / 4]) } else { Groups::one() };
     let prices = Drawn { seed, classes, tied, most_offers: 6, groups, memory, latency, known: BTreeMap::new() };
-    let types = StateTypes { compute: DType::Bf16, optimizer: Optimizer::AdamW };
+    let types = StateTypes::new(DType::Bf16, Optimizer::AdamW);
     // Drawn prices favour no degree: few are left open, so that the tuples that are solved differ in everything else.
     let pins = ["tp=1+2+4,cp=1,ep=1", "pp=4+8,cp=1", "tp=8,micro=1+2", "pp=2+16,ep=1"][dice.within(0, 3) as usize];
     let problem = Problem::new(&prices, devices, batch, types, Clip::GlobalNorm, Pins::parse(pins).unwrap(), None);

@@ -5,7 +5,7 @@ use super::drawn::Drawn;
 use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::pipeline::{Pipeline, Slots};
-use dplan_ir::plan::{Clip, Offload, Schedule, States, Zero};
+use dplan_ir::plan::{Clip, Offload, Schedule, States, Wire, Zero};
 use dplan_ir::program::{Pattern, Role};
 use dplan_planner::memory::{self, StagePosition, StateTypes, arena};
 use dplan_planner::options::Halves;
@@ -136,7 +136,7 @@ impl Setting<'_> {
         let (input, w) = halves.map_or((b, 0), |h| (h.input.0, h.weight.0));
         // What a reduction at the end of the step hides beside.
         let beside = if halves.is_some() { w } else { b };
-        let (mut gather, mut scatter, mut add) = (0, 0, 0);
+        let (mut gather, mut scatter, mut add, mut add_end) = (0, 0, 0, 0);
         let (mut comes, mut goes) = (0, 0);
         let (mut reduce_end, mut rest_end, mut update, mut gather_end, mut late, mut moved, mut trust) = (0, 0, 0, 0, 0, 0, 0);
         for bucket in &offer.option.bytes.buckets {
@@ -148,10 +148,15 @@ impl Setting<'_> {
             let piece = if zero == 0 { whole } else { whole / ways };
             let collective = |axes, pattern, bytes| self.prices.collective(site, &self.mesh, axes, pattern, bytes).0;
             let gathered = collective(copies, Pattern::AllGather, whole * self.element(Role::Param));
-            let scattered = collective(copies, Pattern::ReduceScatter, grad);
+            // Two bytes an element out and in, in a rounding and a sum; a rank alone has nobody to round for.
+            let rounds = self.types.wire == Wire::Bf16 && ways > 1;
+            let scattered = if rounds { collective(copies, Pattern::AllToAll, 2 * whole) } else { collective(copies, Pattern::ReduceScatter, grad) };
+            let sweep = |bytes| self.prices.sweep(site, bytes).0;
+            let rounding = if rounds { sweep(grad + 2 * whole) + sweep(2 * whole + grad / ways) } else { 0 };
             gather += gathered;
             scatter += scattered;
             if zero >= 2 {
+                add += rounding;
                 add += self.prices.sweep(site, 3 * piece * self.element(Role::Grad)).0;
             }
             // A role is cut at the ZeRO stage of its number, and leaves at the level of the same.
@@ -179,7 +184,15 @@ impl Setting<'_> {
             }
             let apart = bucket.tied && split;
             let across = |axes, bytes| self.prices.across_stages(&self.mesh, axes, 2, bytes).0;
-            if zero == 0 && apart {
+            if zero < 2 {
+                add_end += rounding;
+            }
+            if zero == 0 && rounds {
+                // As ZeRO 1 has it, and back to everybody.
+                reduce_end += scattered + collective(copies, Pattern::AllGather, grad);
+                rest_end += collective(bucket.partial, Pattern::AllReduce, grad);
+                late += if apart { across(Default::default(), grad) } else { 0 };
+            } else if zero == 0 && apart {
                 late += across(copies.union(bucket.partial), grad);
             } else if zero == 0 {
                 reduce_end += collective(copies.union(bucket.partial), Pattern::AllReduce, grad);
@@ -192,7 +205,7 @@ impl Setting<'_> {
             }
             gather_end += gathered;
             if let Some((store, level)) = taken {
-                let late = apart || zero >= 1 && bucket.partial.iter().any(|a| self.mesh.axis(a).size > 1);
+                let late = apart || (zero >= 1 || rounds) && bucket.partial.iter().any(|a| self.mesh.axis(a).size > 1);
                 for role in self.types.roles() {
                     let times = match role {
                         // Cleared; read by the norm; summed; read by the update.
@@ -220,8 +233,8 @@ impl Setting<'_> {
             }
         }
         let (forth, back, end) = match zero {
-            0 => (0, 0, overlapped(beside, reduce_end + rest_end) - beside + overlapped(update, moved)),
-            1 => (0, 0, overlapped(beside, reduce_end + rest_end) - beside + overlapped(update, gather_end + moved)),
+            0 => (0, 0, overlapped(beside, reduce_end + rest_end) - beside + add_end + overlapped(update, moved)),
+            1 => (0, 0, overlapped(beside, reduce_end + rest_end) - beside + add_end + overlapped(update, gather_end + moved)),
             2 => (0, scatter, rest_end + overlapped(update, gather_end + moved)),
             _ => (gather, scatter, rest_end + overlapped(update, moved)),
         };

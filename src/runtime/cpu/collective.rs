@@ -5,6 +5,7 @@
 //! - all-reduce: share i is the i-th part of the elements; they are reduced over all members' sources in group order and written to all members' destinations;
 //! - reduce-scatter: share i is the i-th block, reduced in group order into member i's destination;
 //! - all-gather: share i copies all members' blocks into member i's destination;
+//! - all-to-all: share i copies block i of every member's source into member i's destination, which is elsewhere;
 //! - message: share 1 copies from member 0 to member 1.
 //!
 //! 16-bit elements are reduced in f32 and rounded once.
@@ -52,6 +53,11 @@ pub enum Work {
         block: usize,
         dtype: DType,
     },
+    /// Sources and destinations are `[members × block]`.
+    AllToAll {
+        block: usize,
+        dtype: DType,
+    },
     Message {
         bytes: usize,
     },
@@ -65,6 +71,7 @@ impl Work {
             Work::ReduceScatter { outer, block, dtype, .. } | Work::AllGather { outer, block, dtype } => {
                 outer * block * members * dtype.size() as usize
             }
+            Work::AllToAll { block, dtype } => block * members * dtype.size() as usize,
             Work::Message { .. } => 0,
         }
     }
@@ -90,6 +97,7 @@ impl Work {
                     DType::F16 => reduce_scatter::<f16>(members, me, outer, block, monoid),
                 },
                 Work::AllGather { outer, block, dtype } => all_gather(members, me, outer, block * dtype.size() as usize),
+                Work::AllToAll { block, dtype } => all_to_all(members, me, block * dtype.size() as usize),
                 Work::Message { bytes } if me == 1 => {
                     // Destination of the receiver, source of the sender: different arenas.
                     std::ptr::copy_nonoverlapping(members[0].src::<u8>(), members[1].dst::<u8>(), bytes);
@@ -202,6 +210,14 @@ unsafe fn all_gather(members: &[Posted], me: usize, outer: usize, block: usize) 
     }
 }
 
+unsafe fn all_to_all(members: &[Posted], me: usize, block: usize) {
+    let dst = members[me].dst::<u8>();
+    for (i, member) in members.iter().enumerate() {
+        // SAFETY: block `me` of member i's source, and block `i` of this member's destination, which overlaps no source.
+        unsafe { std::ptr::copy_nonoverlapping(member.src::<u8>().add(me * block), dst.add(i * block), block) };
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -260,5 +276,13 @@ mod tests {
         let work = Work::AllGather { outer: 2, block: 1, dtype: DType::F64 };
         let memory = vec![vec![1.0, 2.0, 0.0, 0.0, 0.0, 0.0], vec![3.0, 4.0, 0.0, 0.0, 0.0, 0.0]];
         check(work, &memory, |_| 0, |_| 2, &[vec![1.0, 2.0, 1.0, 3.0, 2.0, 4.0], vec![3.0, 4.0, 1.0, 3.0, 2.0, 4.0]]);
+    }
+
+    #[test]
+    fn everybody_sends_each_member_its_block() {
+        let work = Work::AllToAll { block: 2, dtype: DType::F64 };
+        let memory = vec![vec![1.0, 2.0, 3.0, 4.0, 0.0, 0.0, 0.0, 0.0], vec![5.0, 6.0, 7.0, 8.0, 0.0, 0.0, 0.0, 0.0]];
+        let want = vec![vec![1.0, 2.0, 3.0, 4.0, 1.0, 2.0, 5.0, 6.0], vec![5.0, 6.0, 7.0, 8.0, 3.0, 4.0, 7.0, 8.0]];
+        check(work, &memory, |_| 0, |_| 4, &want);
     }
 }

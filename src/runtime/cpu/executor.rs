@@ -210,6 +210,8 @@ impl<'w> Executor<'w> {
             | Action::Transfer { .. }
             | Action::Zero { .. }
             | Action::AddInto { .. }
+            | Action::Cast { .. }
+            | Action::SumShares { .. }
             | Action::SquareSum { .. }
             | Action::ClipScale { .. }
             | Action::TrustSums { .. }
@@ -332,6 +334,16 @@ impl<'w> Executor<'w> {
                 (Block::F64(src), BlockMut::F64(dst)) => flat::add_into(src, dst),
                 _ => unreachable!("refused when loaded"),
             },
+            Action::Cast { src, dst } => match (read(src), write(dst)) {
+                (Block::F32(src), BlockMut::Bf16(dst)) => flat::cast(src, dst),
+                (Block::F64(src), BlockMut::Bf16(dst)) => flat::cast(src, dst),
+                _ => unreachable!("refused when loaded"),
+            },
+            Action::SumShares { src, dst } => match (read(src), write(dst)) {
+                (Block::Bf16(src), BlockMut::F32(dst)) => flat::sum_shares(src, dst),
+                (Block::Bf16(src), BlockMut::F64(dst)) => flat::sum_shares(src, dst),
+                _ => unreachable!("refused when loaded"),
+            },
             Action::SquareSum { src, dst } => {
                 let sum = match read(src) {
                     Block::F32(x) => flat::square_sum(x),
@@ -421,6 +433,8 @@ fn transfer_of(code: &Code, arena: &Arena, item: Item) -> Option<Transfer> {
         | Action::Zero { .. }
         | Action::Copy { .. }
         | Action::AddInto { .. }
+        | Action::Cast { .. }
+        | Action::SumShares { .. }
         | Action::SquareSum { .. }
         | Action::ClipScale { .. }
         | Action::TrustSums { .. }

@@ -71,6 +71,14 @@ pub enum Action {
         src: Slot,
         dst: Slot,
     },
+    Cast {
+        src: Slot,
+        dst: Slot,
+    },
+    SumShares {
+        src: Slot,
+        dst: Slot,
+    },
     SquareSum {
         src: Slot,
         dst: Slot,
@@ -293,8 +301,12 @@ impl Loader<'_> {
                         let [outer, row] = self.view.shape(*dst, *dim)?.map(|n| n as usize);
                         Work::AllGather { outer, block: row / ways, dtype }
                     }
+                    Pattern::AllToAll if from.bytes != to.bytes || from.elems() % ways != 0 || from.overlaps(&to) => {
+                        return Err(format!("{} bytes exchanged for {} between {ways}", from.bytes, to.bytes));
+                    }
+                    Pattern::AllToAll => Work::AllToAll { block: from.elems() / ways, dtype },
                 };
-                if *pattern != Pattern::AllGather && dtype == DType::I32 {
+                if pattern.reduces() && dtype == DType::I32 {
                     return Err(format!("no reduction in {dtype} on CPU ranks"));
                 }
                 let key = Key::Group { axes: *axes, stages: stages.clone(), members: members.clone() };
@@ -324,6 +336,20 @@ impl Loader<'_> {
                 let (src, dst) = (self.float(*src)?, self.float(*dst)?);
                 self.same(&[src, dst])?;
                 Action::AddInto { src, dst }
+            }
+            Instr::Cast { src, dst } => {
+                let (src, dst) = (self.float(*src)?, self.slot(*dst)?);
+                if dst.dtype != DType::Bf16 || src.elems() != dst.elems() {
+                    return Err(format!("{} elements of {} cast to {} of {}", src.elems(), src.dtype, dst.elems(), dst.dtype));
+                }
+                Action::Cast { src, dst }
+            }
+            Instr::SumShares { src, dst } => {
+                let (src, dst) = (self.slot(*src)?, self.float(*dst)?);
+                if src.dtype != DType::Bf16 || src.elems() % dst.elems().max(1) != 0 {
+                    return Err(format!("{} elements of {} added up to {} of {}", src.elems(), src.dtype, dst.elems(), dst.dtype));
+                }
+                Action::SumShares { src, dst }
             }
             Instr::SquareSum { src, dst, once } => {
                 if mesh.position(local_rank, *once) == 0 {

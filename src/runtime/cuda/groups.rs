@@ -34,6 +34,8 @@ impl Family {
             | Instr::Copy { .. }
             | Instr::Zero { .. }
             | Instr::AddInto { .. }
+            | Instr::Cast { .. }
+            | Instr::SumShares { .. }
             | Instr::SquareSum { .. }
             | Instr::ClipScale { .. }
             | Instr::TrustSums { .. }

@@ -79,6 +79,8 @@ pub enum Primitive {
     ReduceScatter(Reduction),
     /// Every rank sends `elems` and receives `elems` × ranks.
     AllGather,
+    /// Every rank sends `elems` to each, and receives as many.
+    AllToAll,
 }
 
 #[derive(Clone, PartialEq, Debug)]
@@ -207,7 +209,7 @@ fn action(of: &Of<'_>, instr: &Instr) -> Result<Action, String> {
         }
         Instr::Collective { pattern, axes, stages, dim, monoid, src, dst } => {
             let shape = match pattern {
-                Pattern::AllReduce | Pattern::ReduceScatter => view.shape(*src, *dim),
+                Pattern::AllReduce | Pattern::ReduceScatter | Pattern::AllToAll => view.shape(*src, *dim),
                 Pattern::AllGather => view.shape(*dst, *dim),
             };
             let ways = view.group(*axes, stages).len() as u64;
@@ -220,6 +222,17 @@ fn action(of: &Of<'_>, instr: &Instr) -> Result<Action, String> {
         Instr::AddInto { src, dst } => {
             let (src, dst) = (place(src)?, place(dst)?);
             run(flat::add_into(src.dtype, dst.dtype, same(&[src, dst])?, alignment(&[src, dst])), vec![src], vec![dst])
+        }
+        Instr::Cast { src, dst } => {
+            let (src, dst) = (place(src)?, place(dst)?);
+            run(flat::cast(src.dtype, dst.dtype, same(&[src, dst])?, alignment(&[src, dst])), vec![src], vec![dst])
+        }
+        Instr::SumShares { src, dst } => {
+            let (src, dst) = (place(src)?, place(dst)?);
+            if !src.elems().is_multiple_of(dst.elems().max(1)) {
+                return Err(format!("{} elements added up to {}", src.elems(), dst.elems()));
+            }
+            run(flat::sum_shares(src.dtype, dst.dtype, src.elems() / dst.elems().max(1), dst.elems()), vec![src], vec![dst])
         }
         Instr::SquareSum { once, .. } if mesh.position(view.local_rank, *once) != 0 => Action::Nothing,
         Instr::SquareSum { src, dst, once: _ } => {
@@ -326,6 +339,10 @@ fn collective(
             let staging = if before.is_some() { src.bytes } else { 0 };
             Ok(Collective { before, staging, ..plain(Primitive::ReduceScatter(r), dst.elems()) })
         }
+        (Pattern::AllToAll, _) if src.bytes != dst.bytes || !src.elems().is_multiple_of(ways) => {
+            Err(format!("{} bytes exchanged for {} between {ways}", src.bytes, dst.bytes))
+        }
+        (Pattern::AllToAll, _) => Ok(plain(Primitive::AllToAll, src.elems() / ways)),
         (Pattern::AllGather, _) => {
             parts(dst, src)?;
             let [outer, row] = shape?;

@@ -100,10 +100,12 @@ pub enum Damage {
     LessFile,
     DropTrustSums,
     WithoutTrust,
+    /// Gradients on the wire are not rounded, or their shares not added up.
+    DropCast,
 }
 
 impl Damage {
-    pub const ALL: [Damage; 69] = [
+    pub const ALL: [Damage; 70] = [
         Damage::DropRun,
         Damage::DropCollective,
         Damage::DropMessage,
@@ -173,6 +175,7 @@ impl Damage {
         Damage::LessFile,
         Damage::DropTrustSums,
         Damage::WithoutTrust,
+        Damage::DropCast,
     ];
 
     /// In words: `drop wait`.
@@ -201,6 +204,7 @@ impl Cut<'_> {
             Damage::DropCopy => self.drop(|i| matches!(i, Instr::Copy { .. })),
             Damage::DropAddInto => self.drop(|i| matches!(i, Instr::AddInto { .. })),
             Damage::DropSquareSum => self.drop(|i| matches!(i, Instr::SquareSum { .. } | Instr::ClipScale { .. })),
+            Damage::DropCast => self.drop(|i| matches!(i, Instr::Cast { .. } | Instr::SumShares { .. })),
             Damage::DropTrustSums => self.drop(|i| matches!(i, Instr::TrustSums { .. })),
             Damage::WithoutTrust => self.edit(|i| match i {
                 Instr::Update { trust, .. } => trust.take().is_some(),
@@ -329,6 +333,8 @@ impl Cut<'_> {
                 | Instr::Collective { src, .. }
                 | Instr::Copy { src, .. }
                 | Instr::AddInto { src, .. }
+                | Instr::Cast { src, .. }
+                | Instr::SumShares { src, .. }
                 | Instr::SquareSum { src, .. }
                 | Instr::ClipScale { src, .. } => Some(src),
                 Instr::Update { grad, .. } => Some(grad),
@@ -343,6 +349,8 @@ impl Cut<'_> {
                 | Instr::Collective { dst, .. }
                 | Instr::Copy { dst, .. }
                 | Instr::AddInto { dst, .. }
+                | Instr::Cast { dst, .. }
+                | Instr::SumShares { dst, .. }
                 | Instr::SquareSum { dst, .. } => Some(dst),
                 Instr::Update { state, .. } => Some(state),
                 _ => None,
@@ -468,7 +476,7 @@ impl Cut<'_> {
                     };
                     true
                 }
-                Content::Value { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => false,
+                Content::Value { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Wire { .. } | Content::Scratch => false,
             }),
             Damage::WrongSharding => self.buffer(|buffer, _| match &mut buffer.content {
                 Content::Value { sharding, .. } => {
@@ -479,10 +487,15 @@ impl Cut<'_> {
                         sharding.dims[at] != sharding.dims[(at + 1) % others]
                     })
                 }
-                Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => false,
+                Content::Flat { .. }
+                | Content::Member { .. }
+                | Content::Scalar(_)
+                | Content::Trust { .. }
+                | Content::Wire { .. }
+                | Content::Scratch => false,
             }),
             Damage::WrongPieces => self.buffer(|buffer, _| match &mut buffer.content {
-                Content::Flat { pieces, .. } => match pieces.and(ranked).iter().next() {
+                Content::Flat { pieces, .. } | Content::Wire { from: pieces, .. } => match pieces.and(ranked).iter().next() {
                     Some(axis) => {
                         *pieces = pieces.minus(AxisSet::one(axis));
                         true

@@ -41,6 +41,13 @@ pub(super) enum Fact {
         scalar: Scalar,
         sum: u32,
     },
+    /// Gradients on the wire: all of this rank's, or the members' shares.
+    Wire {
+        bucket: BucketId,
+        sum: u32,
+        from: AxisSet,
+        base: u64,
+    },
     /// The sums of a bucket's trust ratios, still to be added over some axes.
     Trust {
         bucket: BucketId,

@@ -87,7 +87,7 @@ impl<'a> Walk<'a> {
                 let next = known.len() as u32;
                 *known.entry(sharding).or_insert(next)
             }
-            Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => 0,
+            Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Wire { .. } | Content::Scratch => 0,
         };
         let shardings = stage.buffers.values().map(number).collect();
         let cells = layout.cells();
@@ -278,10 +278,15 @@ impl<'a> Walk<'a> {
                     self.read(src);
                     self.result(dst, value, Write::Add);
                 }
-                Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => {
-                    self.add_flat(src, dst)
-                }
+                Content::Flat { .. }
+                | Content::Member { .. }
+                | Content::Scalar(_)
+                | Content::Trust { .. }
+                | Content::Wire { .. }
+                | Content::Scratch => self.add_flat(src, dst),
             },
+            &Instr::Cast { src, dst } => self.cast(src, dst),
+            &Instr::SumShares { src, dst } => self.sum_shares(src, dst),
             &Instr::SquareSum { src, dst, .. } => self.square_sum(src, dst),
             &Instr::ClipScale { src, dst } => self.clip(src, dst),
             Instr::TrustSums { state, grad, moments, scale, dst } => self.trust_sums(*state, *grad, moments, *scale, *dst),
@@ -302,7 +307,7 @@ impl<'a> Walk<'a> {
                 let axes = self.loss_pending.get(&(self.segment, self.instr)).copied().unwrap_or_default();
                 self.accumulate_scalar(buffer, scalar, value, axes, write);
             }
-            Content::Value { .. } | Content::Flat { .. } | Content::Trust { .. } | Content::Scratch => {
+            Content::Value { .. } | Content::Flat { .. } | Content::Trust { .. } | Content::Wire { .. } | Content::Scratch => {
                 let claim = self.claim(buffer);
                 self.put(buffer, claim);
             }
@@ -323,6 +328,7 @@ impl<'a> Walk<'a> {
             }
             Content::Scalar(scalar) => self.reduce_scalar(scalar, axes, across, src, dst),
             Content::Trust { bucket } => self.reduce_trust(bucket, axes, src, dst),
+            Content::Wire { .. } => self.exchange(axes, src, dst),
             Content::Flat { .. } | Content::Member { .. } | Content::Scratch => self.collective_flat(pattern, axes, across, src, dst),
         }
     }
@@ -344,9 +350,14 @@ impl<'a> Walk<'a> {
     pub fn wrong(&mut self, buffer: BufferId, expected: Fact, found: Fact) {
         let class = match found {
             Fact::State { version: Version::New, .. } => Class::Version,
-            Fact::Garbage | Fact::Zero | Fact::Value { .. } | Fact::State { .. } | Fact::Grad { .. } | Fact::Scalar { .. } | Fact::Trust { .. } => {
-                Class::Content
-            }
+            Fact::Garbage
+            | Fact::Zero
+            | Fact::Value { .. }
+            | Fact::State { .. }
+            | Fact::Grad { .. }
+            | Fact::Scalar { .. }
+            | Fact::Trust { .. }
+            | Fact::Wire { .. } => Class::Content,
         };
         let message = format!("reads {}, but its bytes hold {}", self.show(expected), self.show(found));
         self.fault(class, Some(buffer), message);
@@ -359,7 +370,7 @@ impl<'a> Walk<'a> {
             Content::Value { value, .. } => Fact::Value { value, sharding: self.shardings[buffer], micro_batch: self.micro_batch, base: *base },
             Content::Member { bucket, role, .. } => self.state(buffer, bucket, role, Version::Old),
             Content::Flat { bucket, role, .. } => self.state(buffer, bucket, role, Version::Old),
-            Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => Fact::Garbage,
+            Content::Scalar(_) | Content::Trust { .. } | Content::Wire { .. } | Content::Scratch => Fact::Garbage,
         }
     }
 
@@ -372,9 +383,13 @@ impl<'a> Walk<'a> {
         let row = &self.types.stage.buffers[buffer];
         let pieces = match row.content {
             Content::Flat { pieces, .. } if row.piece_axes.is_empty() => pieces,
-            Content::Flat { .. } | Content::Value { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => {
-                AxisSet::EMPTY
-            }
+            Content::Flat { .. }
+            | Content::Value { .. }
+            | Content::Member { .. }
+            | Content::Scalar(_)
+            | Content::Trust { .. }
+            | Content::Wire { .. }
+            | Content::Scratch => AxisSet::EMPTY,
         };
         Flat { base: self.slot(buffer).1, pieces }
     }
@@ -486,6 +501,10 @@ impl<'a> Walk<'a> {
                 format!("gradients of {bucket} (beginning at byte {}): {}", flat.base, self.show_sum(sum))
             }
             Fact::Scalar { scalar, sum } => format!("{}: {}", scalar.name(), self.show_sum(sum)),
+            Fact::Wire { bucket, sum, from, base } => {
+                let whose = if from.is_empty() { "this rank's".into() } else { format!("shares from {} of the", self.types.axes(from)) };
+                format!("on the wire {whose} gradients of {bucket} (beginning at byte {base}): {}", self.show_sum(sum))
+            }
             Fact::Trust { bucket, pending } => {
                 format!("trust sums of {bucket}, {}", self.show_pending(Pending { axes: pending, stages: false }))
             }
@@ -540,6 +559,9 @@ impl<'a> Walk<'a> {
         match (then, now) {
             (Fact::Value { value, sharding, micro_batch, base }, b) => b == Fact::Value { value, sharding, micro_batch: micro_batch + shift, base },
             (Fact::Grad { bucket, sum, flat }, Fact::Grad { bucket: b, sum: s, flat: f }) => (bucket, flat) == (b, f) && sums(sum, s),
+            (Fact::Wire { bucket, sum, from, base }, Fact::Wire { bucket: b, sum: s, from: f, base: at }) => {
+                (bucket, from, base) == (b, f, at) && sums(sum, s)
+            }
             (Fact::Scalar { scalar: a, sum }, Fact::Scalar { scalar: b, sum: s }) => a == b && (a != Scalar::Loss && sum == s || sums(sum, s)),
             (a, b) => a == b,
         }

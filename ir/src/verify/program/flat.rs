@@ -219,10 +219,10 @@ impl Walk<'_> {
         if !in_place || pattern == Pattern::AllReduce && from == to {
             let moved = match pattern {
                 Pattern::AllReduce => Ok(self.profile(src)),
-                Pattern::ReduceScatter | Pattern::AllGather => self.collapse(src).map(|fact| vec![(u64::MAX, fact)]),
+                Pattern::ReduceScatter | Pattern::AllGather | Pattern::AllToAll => self.collapse(src).map(|fact| vec![(u64::MAX, fact)]),
             };
             let moved = moved.and_then(|profile| match pattern {
-                Pattern::AllGather => Ok(profile),
+                Pattern::AllGather | Pattern::AllToAll => Ok(profile),
                 Pattern::AllReduce | Pattern::ReduceScatter => {
                     profile.into_iter().map(|(end, fact)| Ok((end, self.reduced_fact(src, fact, axes, across)?))).collect()
                 }
@@ -242,7 +242,7 @@ impl Walk<'_> {
         for at in self.range(dst) {
             let (own, rest) = self.cells[at].seen(from);
             let result = match pattern {
-                Pattern::AllGather => self.part_of(src, own).map(|()| (own, own, NO_GRID)),
+                Pattern::AllGather | Pattern::AllToAll => self.part_of(src, own).map(|()| (own, own, NO_GRID)),
                 Pattern::AllReduce | Pattern::ReduceScatter if own != rest => {
                     Err((Class::Content, "its pieces differ: it is not one gradient".into()))
                 }
@@ -302,7 +302,13 @@ impl Walk<'_> {
             let sum = |fact: Fact| match fact {
                 Fact::Zero => Some(Sum::default()),
                 Fact::Grad { bucket: b, sum, .. } if b == bucket => Some(self.sums.get(sum).clone()),
-                Fact::Grad { .. } | Fact::Garbage | Fact::Value { .. } | Fact::State { .. } | Fact::Scalar { .. } | Fact::Trust { .. } => None,
+                Fact::Grad { .. }
+                | Fact::Garbage
+                | Fact::Value { .. }
+                | Fact::State { .. }
+                | Fact::Scalar { .. }
+                | Fact::Trust { .. }
+                | Fact::Wire { .. } => None,
             };
             let result = match (own, added) {
                 _ if own != rest => Err((dst, (Class::Content, "its pieces differ: it is not one gradient".to_string()))),
@@ -356,7 +362,7 @@ impl Walk<'_> {
     }
 
     /// The ranks a member's gradient has to be summed over, besides this one.
-    fn pending(&self, bucket: BucketId) -> Pending {
+    pub fn pending(&self, bucket: BucketId) -> Pending {
         let bucket = &self.types.stage.buckets[bucket];
         Pending { axes: bucket.partial, stages: !bucket.tied.is_empty() }
     }
@@ -368,7 +374,7 @@ impl Walk<'_> {
     }
 
     /// A sum after a reduction; or, with why it is wrong, what it was meant to be.
-    fn reduced(&self, mut sum: Sum, axes: AxisSet, across: bool) -> Result<Sum, (Sum, String)> {
+    pub fn reduced(&self, mut sum: Sum, axes: AxisSet, across: bool) -> Result<Sum, (Sum, String)> {
         // Along an axis of one rank there is nothing to sum.
         let real: AxisSet = axes.iter().filter(|&a| self.types.program.mesh.axis(a).size > 1).collect();
         let right = sum.pending.axes.includes(real) && (!across || sum.pending.stages);
@@ -402,7 +408,7 @@ impl Walk<'_> {
             Fact::Zero => role == Role::Grad,
             Fact::Grad { bucket: b, flat, .. } => role == Role::Grad && (b, flat) == (bucket, self.flat(buffer)),
             Fact::State { bucket: b, role: r, flat, .. } => (b, r, flat) == (bucket, role, self.flat(buffer)),
-            Fact::Garbage | Fact::Value { .. } | Fact::Scalar { .. } | Fact::Trust { .. } => false,
+            Fact::Garbage | Fact::Value { .. } | Fact::Scalar { .. } | Fact::Trust { .. } | Fact::Wire { .. } => false,
         };
         if right { Ok(()) } else { Err((Class::Content, format!("expected {} of {bucket}, its bytes hold {}", role.name(), self.show(fact)))) }
     }
@@ -427,14 +433,14 @@ impl Walk<'_> {
                 Fact::State { bucket, role, version, .. } => Fact::State { bucket, role, version, flat },
                 Fact::Grad { bucket, sum, .. } => Fact::Grad { bucket, sum, flat },
                 Fact::Zero => Fact::Zero,
-                Fact::Garbage | Fact::Value { .. } | Fact::Scalar { .. } | Fact::Trust { .. } => Fact::Garbage,
+                Fact::Garbage | Fact::Value { .. } | Fact::Scalar { .. } | Fact::Trust { .. } | Fact::Wire { .. } => Fact::Garbage,
             };
             self.cells[at].set(grid, fact);
         }
     }
 
     /// The one content of a flat buffer, when its bytes are to be cut otherwise than its members are.
-    fn collapse(&mut self, buffer: BufferId) -> Result<Fact, (Class, String)> {
+    pub fn collapse(&mut self, buffer: BufferId) -> Result<Fact, (Class, String)> {
         let grid = self.grid(buffer);
         let mut found: Option<Fact> = None;
         for at in self.range(buffer) {
@@ -464,9 +470,9 @@ impl Walk<'_> {
         let terms = match values.first() {
             _ if sum.of(Term::All).is_some() && sum.terms.len() == 1 => sum.terms,
             None if sum.terms.is_empty() => return Ok(None),
-            None => return Err((Class::Gradient, "holds a contribution that is not its parameter's".into())),
             // The bytes of a bucket of one member are that member's, however they are cut: its contributions may come one by one (a shared parameter).
-            Some(_) if self.types.stage.buckets[bucket].members.len() == 1 => sum.terms,
+            _ if self.types.stage.buckets[bucket].members.len() == 1 => sum.terms,
+            None => return Err((Class::Gradient, "holds a contribution that is not its parameter's".into())),
             Some(&first) => {
                 let spans = sum.micro_batches(first);
                 if let Some(&other) = values.iter().find(|&&v| sum.micro_batches(v) != spans) {
@@ -493,7 +499,7 @@ impl Walk<'_> {
         let bucket = match row.content {
             Content::Flat { bucket, .. } => bucket,
             Content::Member { param, .. } => return Some(param),
-            Content::Value { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => return None,
+            Content::Value { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Wire { .. } | Content::Scratch => return None,
         };
         let elem = (self.layout.starts[at] - self.flat(buffer).base) / row.dtype.size();
         let members = &self.types.stage.buckets[bucket].members;

@@ -52,6 +52,8 @@ impl Communicator {
             | Instr::Zero { .. }
             | Instr::Copy { .. }
             | Instr::AddInto { .. }
+            | Instr::Cast { .. }
+            | Instr::SumShares { .. }
             | Instr::SquareSum { .. }
             | Instr::ClipScale { .. }
             | Instr::TrustSums { .. }

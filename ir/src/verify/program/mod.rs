@@ -40,6 +40,7 @@ mod sums;
 mod tests;
 mod totals;
 mod types;
+mod wire;
 
 pub(super) use structure::buffers_of;
 

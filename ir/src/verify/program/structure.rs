@@ -251,6 +251,16 @@ impl Checker<'_> {
                 }
                 expect(2 * bucket.members.len() as u64 * size, self.role_dtype(id, Role::Master))?;
             }
+            &Content::Wire { bucket: id, from } => {
+                let bucket = self.stage.buckets.get(id).ok_or_else(|| format!("{id} is not a bucket of this stage"))?;
+                if !mesh.all().includes(from) || bucket.members.iter().any(|m| m.sharding.used().intersects(from)) {
+                    return Err(format!("shares from {from:?}: expected axes of the mesh over which every member is replicated"));
+                }
+                if bucket.elems % mesh.size(from) != 0 {
+                    return Err(format!("{} elements do not cut into {} shares", bucket.elems, mesh.size(from)));
+                }
+                expect(bucket.elems * size, crate::dtype::DType::Bf16)?;
+            }
             Content::Scratch => {}
         }
         match &buffer.content {
@@ -312,7 +322,9 @@ impl Checker<'_> {
         let stages = self.program.stages.len() as u32;
         let dims = |buffer: BufferId| match &self.stage.buffers[buffer].content {
             Content::Value { sharding, .. } => sharding.dims.len() as u32,
-            Content::Member { .. } | Content::Flat { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => u32::MAX,
+            Content::Member { .. } | Content::Flat { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Wire { .. } | Content::Scratch => {
+                u32::MAX
+            }
         };
         let axes_in_mesh = |axes: AxisSet| self.program.mesh.all().includes(axes);
         match instr {
@@ -361,6 +373,8 @@ impl Checker<'_> {
             Instr::Zero { .. }
             | Instr::Copy { .. }
             | Instr::AddInto { .. }
+            | Instr::Cast { .. }
+            | Instr::SumShares { .. }
             | Instr::ClipScale { .. }
             | Instr::TrustSums { .. }
             | Instr::Update { .. } => {}
@@ -425,6 +439,8 @@ pub fn buffers_of(instr: &Instr) -> Vec<BufferId> {
         | Instr::Collective { src, dst, .. }
         | Instr::Copy { src, dst }
         | Instr::AddInto { src, dst }
+        | Instr::Cast { src, dst }
+        | Instr::SumShares { src, dst }
         | Instr::SquareSum { src, dst, .. }
         | Instr::ClipScale { src, dst } => vec![*src, *dst],
         Instr::TrustSums { state, grad, moments, scale, dst } => [*state, *grad, *dst].iter().chain(moments).chain(scale).copied().collect(),

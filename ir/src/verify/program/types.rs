@@ -56,11 +56,20 @@ impl Types<'_> {
                 _ => fault(*dst, "an input is loaded whole, not partial"),
             },
             &Instr::Slice { src, dst, axes, dim } => self.step(src, dst, Step::Slice { axes, dim }),
+            Instr::Collective { pattern: Pattern::AllToAll, axes, stages, dim, src, dst, .. } => {
+                if !stages.is_empty() || *dim != 0 {
+                    return fault(*src, "gradients on the wire are exchanged on one stage, along their one dim");
+                }
+                match (self.content(*src), self.content(*dst)) {
+                    (Content::Wire { bucket, from: AxisSet::EMPTY }, Content::Wire { bucket: b, from }) if (bucket, axes) == (b, from) => Ok(()),
+                    _ => fault(*dst, "expected this rank's gradients on the wire, and of the same bucket the shares of the members"),
+                }
+            }
             Instr::Collective { pattern, axes, stages, dim, monoid, src, dst } => {
                 let step = match pattern {
                     Pattern::AllReduce => Step::AllReduce { axes: *axes, monoid: *monoid },
                     Pattern::ReduceScatter => Step::ReduceScatter { axes: *axes, dim: *dim, monoid: *monoid },
-                    Pattern::AllGather => Step::AllGather { axes: *axes, dim: *dim },
+                    Pattern::AllGather | Pattern::AllToAll => Step::AllGather { axes: *axes, dim: *dim },
                 };
                 if !stages.is_empty() && (*pattern != Pattern::AllReduce || matches!(self.content(*src), Content::Value { .. })) {
                     return fault(*src, "across stages only gradients and scalars are reduced");
@@ -71,6 +80,7 @@ impl Types<'_> {
                     Content::Trust { .. } if !stages.is_empty() => {
                         fault(*src, "every home of a tied parameter has its whole sums: other stages have nothing to add")
                     }
+                    Content::Wire { .. } => fault(*src, "gradients on the wire are exchanged by `all_to_all`"),
                     Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Trust { .. } => {
                         self.flat_step(*src, *dst, step, *pattern)
                     }
@@ -90,6 +100,22 @@ impl Types<'_> {
                 _ => fault(dst, "a copy is of a flat buffer, to one of the same"),
             },
             &Instr::AddInto { src, dst } => self.add_into(src, dst),
+            &Instr::Cast { src, dst } => match (self.content(src), self.content(dst)) {
+                (Content::Flat { bucket, role: Role::Grad, pieces: AxisSet::EMPTY }, Content::Wire { bucket: b, from: AxisSet::EMPTY })
+                    if bucket == b =>
+                {
+                    Ok(())
+                }
+                _ => fault(dst, "expected all gradients of a bucket, and their place on the wire"),
+            },
+            &Instr::SumShares { src, dst } => match (self.content(src), self.content(dst)) {
+                (Content::Wire { bucket, from }, Content::Flat { bucket: b, role: Role::Grad, pieces })
+                    if (bucket, from) == (b, pieces) && !from.is_empty() =>
+                {
+                    Ok(())
+                }
+                _ => fault(dst, "expected shares of a bucket's gradients, and the piece that they are of"),
+            },
             &Instr::SquareSum { src, dst, once } => self.square_sum(src, dst, once),
             &Instr::ClipScale { src, dst } => {
                 if *self.content(src) != Content::Scalar(Scalar::NormSquared) {
@@ -121,7 +147,9 @@ impl Types<'_> {
                 let member = self.stage.buckets[bucket].members.iter().find(|m| m.param == param)?;
                 Some((self.graph.params[param].value, member.sharding.clone()))
             }
-            Content::Member { .. } | Content::Flat { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => None,
+            Content::Member { .. } | Content::Flat { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Wire { .. } | Content::Scratch => {
+                None
+            }
         }
     }
 
@@ -214,7 +242,7 @@ impl Types<'_> {
         match self.content(buffer) {
             Content::Value { sharding, .. } => Some(sharding.clone()),
             &Content::Member { bucket, param, .. } => Some(self.gradient(bucket, param)),
-            Content::Flat { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => None,
+            Content::Flat { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Wire { .. } | Content::Scratch => None,
         }
     }
 
@@ -270,6 +298,9 @@ impl Types<'_> {
                 }
                 if pattern != Pattern::AllGather && role != Role::Grad {
                     return fault(src, "only gradients are reduced");
+                }
+                if pattern.reduces() && from.intersects(axes) {
+                    return fault(src, format!("ranks along {} have different pieces of it: there is nothing to sum", self.axes(from.and(axes))));
                 }
                 // Pieces are blocks of the one dim of a flat buffer; its pending axes are followed by the data flow.
                 let flat = Sharding::of_dims(vec![from]).with_partial(Monoid::Sum, if pattern == Pattern::AllGather { AxisSet::EMPTY } else { axes });

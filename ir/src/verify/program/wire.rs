@@ -1,0 +1,74 @@
+//! Gradients on the wire: rounded, exchanged, and added up again.
+//!
+//! A cast says of a bucket's bytes what is true of all its members (they are cut up otherwise behind it), still pending over what the gradients were pending over.
+//! An exchange changes whose they are, and not what is pending; the sum over the shares is a reduction over the axes that they are from.
+
+use super::Class;
+use super::content::Fact;
+use super::dataflow::Walk;
+use super::sums::Sum;
+use crate::entity::BufferId;
+use crate::mesh::AxisSet;
+use crate::program::Content;
+
+impl Walk<'_> {
+    /// Gradients to the wire.
+    pub fn cast(&mut self, src: BufferId, dst: BufferId) {
+        let Content::Wire { bucket, from } = self.types.stage.buffers[dst].content else { return };
+        self.note_read(src);
+        let base = self.flat(dst).base;
+        let sum = self.collapse(src).and_then(|fact| match fact {
+            Fact::Grad { sum, .. } => Ok(sum),
+            Fact::Zero => Ok(self.sums.id(Sum { terms: Vec::new(), pending: self.pending(bucket) })),
+            other => Err((Class::Content, format!("expected gradients of {bucket}, its bytes hold {}", self.show(other)))),
+        });
+        match sum {
+            Ok(sum) => self.put(dst, Fact::Wire { bucket, sum, from, base }),
+            Err((class, message)) => {
+                self.fault(class, Some(src), message);
+                self.put(dst, Fact::Garbage);
+            }
+        }
+    }
+
+    /// This rank's pieces to the members, theirs to this rank.
+    pub fn exchange(&mut self, axes: AxisSet, src: BufferId, dst: BufferId) {
+        let found = self.on_the_wire(src);
+        let base = self.flat(dst).base;
+        let result = found.map_or(Fact::Garbage, |(bucket, sum)| Fact::Wire { bucket, sum, from: axes, base });
+        self.put(dst, result);
+    }
+
+    /// The members' shares to one sum.
+    pub fn sum_shares(&mut self, src: BufferId, dst: BufferId) {
+        let Content::Wire { from, .. } = self.types.stage.buffers[src].content else { return };
+        let flat = self.flat(dst);
+        let found = self.on_the_wire(src);
+        let result = found.map_or(Fact::Garbage, |(bucket, sum)| {
+            let sum = self.reduced(self.sums.get(sum).clone(), from, false).unwrap_or_else(|(sum, message)| {
+                self.fault(Class::Gradient, Some(src), message);
+                sum
+            });
+            Fact::Grad { bucket, sum: self.sums.id(sum), flat }
+        });
+        self.put(dst, result);
+    }
+
+    /// Reads a buffer on the wire: the bucket and what of its gradients is in it.
+    fn on_the_wire(&mut self, buffer: BufferId) -> Option<(crate::entity::BucketId, u32)> {
+        let Content::Wire { bucket, from } = self.types.stage.buffers[buffer].content else { return None };
+        self.note_read(buffer);
+        let base = self.flat(buffer).base;
+        let is = |fact: Fact| matches!(fact, Fact::Wire { bucket: b, from: f, base: at, .. } if (b, f, at) == (bucket, from, base));
+        let first = self.cells[self.range(buffer)].first().map(|cell| cell.own);
+        let wrong = self.mismatch(buffer, |fact| Some(fact) == first && is(fact));
+        match (first, wrong) {
+            (Some(Fact::Wire { sum, .. }), None) => Some((bucket, sum)),
+            (_, found) => {
+                let found = self.show(found.unwrap_or(Fact::Garbage));
+                self.fault(Class::Content, Some(buffer), format!("expected gradients of {bucket} on the wire, its bytes hold {found}"));
+                None
+            }
+        }
+    }
+}

@@ -117,7 +117,7 @@ fn on_host(problem: &Problem, found: &Found) -> u64 {
     let mesh = found.menus.tuple.mesh();
     let kept = |Layer { choice, option, home }: Layer<'_>| -> u64 {
         let own = option.bytes.buckets.iter().filter(|b| !b.tied || home != Home::Repeated);
-        own.map(|b| state_bytes(b, &mesh, choice.states, problem.types)[Space::Host as usize]).sum()
+        own.map(|b| state_bytes(b, &mesh, choice.residence.states, problem.types)[Space::Host as usize]).sum()
     };
     layers(problem, found).map(kept).sum()
 }
@@ -138,7 +138,8 @@ fn served(problem: &Problem, prices: &dyn Prices, found: &Found, servers: u64) -
             |role: Role| prices.message(&mesh, here, there, (elems * problem.types.dtype(role).size() * (tuple.dp - 1)).div_ceil(servers)).0;
         let backward = option.backward.0;
         // A server updates more than a worker of ZeRO-1 does, launches included.
-        let updates = [choice.states.zero, Zero(1)].map(|zero| terms.sync(&option.bytes, States { zero, ..choice.states }, home).update());
+        let updates =
+            [choice.residence.states.zero, Zero(1)].map(|zero| terms.sync(&option.bytes, States { zero, ..choice.residence.states }, home).update());
         let update = updates[0].div_ceil(servers).max(updates[1]);
         let end = beside(backward, through(Role::Grad)) - backward + update + through(Role::Param);
         step = step + end - choice.terms(home).end;
@@ -150,7 +151,7 @@ fn served(problem: &Problem, prices: &dyn Prices, found: &Found, servers: u64) -
 fn blocking(problem: &Problem, prices: &dyn Prices, found: &Found) -> u64 {
     let (mesh, site) = (found.menus.tuple.mesh(), found.menus.sites[0].0);
     let terms = Terms { links: prices, site, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 1 };
-    let late = |l: Layer<'_>| terms.sync(&l.option.bytes, l.choice.states, l.home).blocking(l.option.backward);
+    let late = |l: Layer<'_>| terms.sync(&l.option.bytes, l.choice.residence.states, l.home).blocking(l.option.backward);
     layers(problem, found).map(late).sum()
 }
 

@@ -351,12 +351,13 @@ fn instr(kind: u64, graph: &Graph, mesh: &Mesh, rng: &mut Rng) -> Instr {
 fn buffer(graph: &Graph, mesh: &Mesh, rng: &mut Rng) -> Buffer {
     let bucket = BucketId(rng.below(9) as u32);
     let role = *rng.pick(&Role::ALL);
-    let content = match rng.below(6) {
+    let content = match rng.below(7) {
         0 if !graph.params.is_empty() => Content::Member { bucket, role, param: ParamId(rng.below(graph.params.len() as u64) as u32) },
         0 | 1 => Content::Flat { bucket, role, pieces: axes(mesh, rng) },
         2 => Content::Scalar(*rng.pick(&Scalar::ALL)),
         3 => Content::Scratch,
         4 => Content::Trust { bucket },
+        5 => Content::Frame,
         _ => Content::Value { value: ValueId(rng.below(graph.values.len() as u64) as u32), sharding: sharding(mesh, rng) },
     };
     let (slots, slot_stride) = if rng.coin() { (1, 0) } else { (rng.number(), rng.number()) };

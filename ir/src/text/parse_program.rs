@@ -170,6 +170,9 @@ impl Reader<'_> {
         if p.take_word("scratch") {
             return Ok(Content::Scratch);
         }
+        if p.take_word("frame") {
+            return Ok(Content::Frame);
+        }
         if p.take_word("trust") {
             return Ok(Content::Trust { bucket: p.id("bucket", "a bucket (`bucket0`)").map(BucketId)? });
         }
@@ -177,9 +180,9 @@ impl Reader<'_> {
             return named(p, "scalar", Scalar::from_name, &Scalar::ALL.map(Scalar::name)).map(Content::Scalar);
         }
         let at = p.at();
-        let word = p.any_word("a value, a role of a bucket, `scalar`, `trust` or `scratch`")?;
+        let word = p.any_word("a value, a role of a bucket, `scalar`, `trust`, `frame` or `scratch`")?;
         let Some(role) = Role::from_name(word) else {
-            let known: Vec<&str> = Role::ALL.map(Role::name).into_iter().chain(["scalar", "trust", "scratch"]).collect();
+            let known: Vec<&str> = Role::ALL.map(Role::name).into_iter().chain(["scalar", "trust", "frame", "scratch"]).collect();
             return Err(p.unknown(at, "content", word, &known));
         };
         let bucket = p.id("bucket", "a bucket (`bucket0`)").map(BucketId)?;

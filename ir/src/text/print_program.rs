@@ -126,6 +126,7 @@ impl Printer<'_> {
             }
             Content::Scalar(scalar) => self.write(format_args!("scalar {}", scalar.name())),
             Content::Trust { bucket } => self.write(format_args!("trust {bucket}")),
+            Content::Frame => self.out.put("frame"),
             Content::Scratch => self.out.put("scratch"),
         }
         self.write(format_args!(" {} {} bytes at {}", buffer.dtype.name(), buffer.bytes, buffer.offset));

@@ -83,7 +83,10 @@ pub fn instance(seed: u64, most_layers: u64, most_offers: u64) -> Instance {
         "offload=none+optimizer",
         "offload=optimizer+parameters:nvme",
         "offload=none+gradients",
-    ][dice.within(0, 9) as usize];
+        "offload=none+activations",
+        "offload=activations:nvme+optimizer/activations",
+        "pp=1+2,offload=none+activations:nvme",
+    ][dice.within(0, 12) as usize];
     let pins = Pins::parse(pins).unwrap();
     let problem = Problem::new(&prices, devices, batch, StateTypes { compute, optimizer }, clip, pins, None);
     Instance { prices, problem }

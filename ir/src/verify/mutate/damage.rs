@@ -6,7 +6,7 @@ use crate::entity::{BufferId, DimId, NodeId, ValueId};
 use crate::graph::{Graph, Node};
 use crate::mesh::AxisSet;
 use crate::op::Op;
-use crate::program::{ALIGN, Channel, Content, Instr, Pattern, Program, Role, Space, Stream, Write};
+use crate::program::{ALIGN, Buffer, Channel, Content, Instr, Pattern, Program, Role, Space, Stream, Write};
 use crate::sharding::Monoid;
 
 /// Kinds of damage.
@@ -100,10 +100,14 @@ pub enum Damage {
     LessFile,
     DropTrustSums,
     WithoutTrust,
+    /// A copy between memories comes first in its segment: before what it takes along is there, or before its place is free.
+    EarlyCopy,
+    /// A copy takes another frame along.
+    OtherFrame,
 }
 
 impl Damage {
-    pub const ALL: [Damage; 69] = [
+    pub const ALL: [Damage; 71] = [
         Damage::DropRun,
         Damage::DropCollective,
         Damage::DropMessage,
@@ -173,6 +177,8 @@ impl Damage {
         Damage::LessFile,
         Damage::DropTrustSums,
         Damage::WithoutTrust,
+        Damage::EarlyCopy,
+        Damage::OtherFrame,
     ];
 
     /// In words: `drop wait`.
@@ -322,7 +328,7 @@ impl Cut<'_> {
                 }
                 _ => false,
             }),
-            Damage::WrongOperand => self.redirect(|i| match i {
+            Damage::WrongOperand => self.redirect(other_content, |i| match i {
                 Instr::Run { ins, .. } => ins.first_mut(),
                 Instr::Send { src, .. }
                 | Instr::Slice { src, .. }
@@ -334,7 +340,7 @@ impl Cut<'_> {
                 Instr::Update { grad, .. } => Some(grad),
                 _ => None,
             }),
-            Damage::WrongResult => self.redirect(|i| match i {
+            Damage::WrongResult => self.redirect(other_content, |i| match i {
                 Instr::Run { outs, .. } => outs.first_mut(),
                 Instr::Input { dst }
                 | Instr::Recv { dst, .. }
@@ -456,6 +462,14 @@ impl Cut<'_> {
                 Instr::Update { param, .. } => param.take().is_some(),
                 _ => false,
             }),
+            Damage::EarlyCopy => self.carry(|i| matches!(i, Instr::Copy { .. }), |_, _| 0),
+            Damage::OtherFrame => {
+                let is_other = |this: &Buffer, b: &Buffer| [this, b].iter().all(|b| b.content == Content::Frame) && b.offset != this.offset;
+                self.redirect(is_other, |i| match i {
+                    Instr::Copy { src, .. } => Some(src),
+                    _ => None,
+                })
+            }
             Damage::EarlyUpdate => self.carry(|i| matches!(i, Instr::Update { .. }), |_, _| 0),
             Damage::OtherPlace => self.carry(|_| true, |len, pick| pick as usize % len),
             Damage::WrongRole => self.buffer(|buffer, _| match &mut buffer.content {
@@ -468,7 +482,7 @@ impl Cut<'_> {
                     };
                     true
                 }
-                Content::Value { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => false,
+                Content::Value { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Frame | Content::Scratch => false,
             }),
             Damage::WrongSharding => self.buffer(|buffer, _| match &mut buffer.content {
                 Content::Value { sharding, .. } => {
@@ -479,7 +493,9 @@ impl Cut<'_> {
                         sharding.dims[at] != sharding.dims[(at + 1) % others]
                     })
                 }
-                Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => false,
+                Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Frame | Content::Scratch => {
+                    false
+                }
             }),
             Damage::WrongPieces => self.buffer(|buffer, _| match &mut buffer.content {
                 Content::Flat { pieces, .. } => match pieces.and(ranked).iter().next() {
@@ -489,7 +505,9 @@ impl Cut<'_> {
                     }
                     None => false,
                 },
-                Content::Value { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => false,
+                Content::Value { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Frame | Content::Scratch => {
+                    false
+                }
             }),
             Damage::ShorterType => self.buffer(|buffer, _| {
                 let was = buffer.dtype;
@@ -574,4 +592,9 @@ impl Cut<'_> {
             }
         }
     }
+}
+
+/// Whether two buffers claim different things that can be read.
+fn other_content(this: &Buffer, b: &Buffer) -> bool {
+    b.content != this.content && b.content != Content::Scratch
 }

@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::clock::{Clocks, Point};
 use super::content::{Fact, Flat, Version};
+use super::frame::Frames;
 use super::memory::{Cell, Layout, NO_GRID};
 use super::schedule::{Periodic, periodic};
 use super::sums::{Pending, Sums};
@@ -58,6 +59,7 @@ pub(super) struct Walk<'a> {
     pub layout: Layout,
     pub cells: Vec<Cell>,
     pub sums: Sums,
+    pub frames: Frames,
     pub contributions: BTreeMap<ParamId, BTreeSet<ValueId>>,
     /// Micro-batches of the step (of the walk, where periods are skipped).
     pub micro_batches: u64,
@@ -87,7 +89,7 @@ impl<'a> Walk<'a> {
                 let next = known.len() as u32;
                 *known.entry(sharding).or_insert(next)
             }
-            Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => 0,
+            Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Frame | Content::Scratch => 0,
         };
         let shardings = stage.buffers.values().map(number).collect();
         let cells = layout.cells();
@@ -96,6 +98,7 @@ impl<'a> Walk<'a> {
             layout,
             cells,
             sums: Sums::default(),
+            frames: Frames::default(),
             contributions: BTreeMap::new(),
             micro_batches: program.micro_batches,
             micro_batch: 0,
@@ -272,13 +275,21 @@ impl<'a> Walk<'a> {
             }
             Instr::Collective { pattern, axes, stages, src, dst, .. } => self.collective(*pattern, *axes, !stages.is_empty(), *src, *dst),
             &Instr::Zero { dst } => self.put(dst, Fact::Zero),
-            &Instr::Copy { src, dst } => self.copy_flat(src, dst),
+            &Instr::Copy { src, dst } => match self.types.stage.buffers[dst].content {
+                Content::Frame => self.copy_frame(src, dst),
+                Content::Value { .. }
+                | Content::Flat { .. }
+                | Content::Member { .. }
+                | Content::Scalar(_)
+                | Content::Trust { .. }
+                | Content::Scratch => self.copy_flat(src, dst),
+            },
             &Instr::AddInto { src, dst } => match &self.types.stage.buffers[src].content {
                 &Content::Value { value, .. } => {
                     self.read(src);
                     self.result(dst, value, Write::Add);
                 }
-                Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => {
+                Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Frame | Content::Scratch => {
                     self.add_flat(src, dst)
                 }
             },
@@ -302,7 +313,7 @@ impl<'a> Walk<'a> {
                 let axes = self.loss_pending.get(&(self.segment, self.instr)).copied().unwrap_or_default();
                 self.accumulate_scalar(buffer, scalar, value, axes, write);
             }
-            Content::Value { .. } | Content::Flat { .. } | Content::Trust { .. } | Content::Scratch => {
+            Content::Value { .. } | Content::Flat { .. } | Content::Trust { .. } | Content::Frame | Content::Scratch => {
                 let claim = self.claim(buffer);
                 self.put(buffer, claim);
             }
@@ -323,7 +334,9 @@ impl<'a> Walk<'a> {
             }
             Content::Scalar(scalar) => self.reduce_scalar(scalar, axes, across, src, dst),
             Content::Trust { bucket } => self.reduce_trust(bucket, axes, src, dst),
-            Content::Flat { .. } | Content::Member { .. } | Content::Scratch => self.collective_flat(pattern, axes, across, src, dst),
+            Content::Flat { .. } | Content::Member { .. } | Content::Frame | Content::Scratch => {
+                self.collective_flat(pattern, axes, across, src, dst)
+            }
         }
     }
 
@@ -344,9 +357,14 @@ impl<'a> Walk<'a> {
     pub fn wrong(&mut self, buffer: BufferId, expected: Fact, found: Fact) {
         let class = match found {
             Fact::State { version: Version::New, .. } => Class::Version,
-            Fact::Garbage | Fact::Zero | Fact::Value { .. } | Fact::State { .. } | Fact::Grad { .. } | Fact::Scalar { .. } | Fact::Trust { .. } => {
-                Class::Content
-            }
+            Fact::Garbage
+            | Fact::Zero
+            | Fact::Value { .. }
+            | Fact::State { .. }
+            | Fact::Grad { .. }
+            | Fact::Scalar { .. }
+            | Fact::Trust { .. }
+            | Fact::Frame { .. } => Class::Content,
         };
         let message = format!("reads {}, but its bytes hold {}", self.show(expected), self.show(found));
         self.fault(class, Some(buffer), message);
@@ -359,7 +377,7 @@ impl<'a> Walk<'a> {
             Content::Value { value, .. } => Fact::Value { value, sharding: self.shardings[buffer], micro_batch: self.micro_batch, base: *base },
             Content::Member { bucket, role, .. } => self.state(buffer, bucket, role, Version::Old),
             Content::Flat { bucket, role, .. } => self.state(buffer, bucket, role, Version::Old),
-            Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => Fact::Garbage,
+            Content::Scalar(_) | Content::Trust { .. } | Content::Frame | Content::Scratch => Fact::Garbage,
         }
     }
 
@@ -372,9 +390,13 @@ impl<'a> Walk<'a> {
         let row = &self.types.stage.buffers[buffer];
         let pieces = match row.content {
             Content::Flat { pieces, .. } if row.piece_axes.is_empty() => pieces,
-            Content::Flat { .. } | Content::Value { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => {
-                AxisSet::EMPTY
-            }
+            Content::Flat { .. }
+            | Content::Value { .. }
+            | Content::Member { .. }
+            | Content::Scalar(_)
+            | Content::Trust { .. }
+            | Content::Frame
+            | Content::Scratch => AxisSet::EMPTY,
         };
         Flat { base: self.slot(buffer).1, pieces }
     }
@@ -486,6 +508,7 @@ impl<'a> Walk<'a> {
                 format!("gradients of {bucket} (beginning at byte {}): {}", flat.base, self.show_sum(sum))
             }
             Fact::Scalar { scalar, sum } => format!("{}: {}", scalar.name(), self.show_sum(sum)),
+            Fact::Frame { micro_batch, base, .. } => format!("a frame of micro-batch {micro_batch} (beginning at byte {base})"),
             Fact::Trust { bucket, pending } => {
                 format!("trust sums of {bucket}, {}", self.show_pending(Pending { axes: pending, stages: false }))
             }
@@ -539,6 +562,7 @@ impl<'a> Walk<'a> {
         let sums = |a: u32, b: u32| self.sums.get(b).is_shift_of(self.sums.get(a), shift);
         match (then, now) {
             (Fact::Value { value, sharding, micro_batch, base }, b) => b == Fact::Value { value, sharding, micro_batch: micro_batch + shift, base },
+            (Fact::Frame { number, micro_batch, base }, b) => b == Fact::Frame { number, micro_batch: micro_batch + shift, base },
             (Fact::Grad { bucket, sum, flat }, Fact::Grad { bucket: b, sum: s, flat: f }) => (bucket, flat) == (b, f) && sums(sum, s),
             (Fact::Scalar { scalar: a, sum }, Fact::Scalar { scalar: b, sum: s }) => a == b && (a != Scalar::Loss && sum == s || sums(sum, s)),
             (a, b) => a == b,

@@ -108,7 +108,7 @@ impl Layout {
                     let member = stage.buckets[bucket].members.iter().find(|m| m.param == param);
                     member.map_or(0, |m| m.offset * buffer.dtype.size())
                 }
-                Content::Value { .. } | Content::Flat { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => 0,
+                Content::Value { .. } | Content::Flat { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Frame | Content::Scratch => 0,
             };
             let at = |slot: u64| {
                 let start = buffer.offset + slot * buffer.slot_stride;

@@ -251,7 +251,7 @@ impl Checker<'_> {
                 }
                 expect(2 * bucket.members.len() as u64 * size, self.role_dtype(id, Role::Master))?;
             }
-            Content::Scratch => {}
+            Content::Frame | Content::Scratch => {}
         }
         match &buffer.content {
             Content::Flat { pieces, .. } if *pieces == buffer.piece_axes => {}
@@ -312,7 +312,9 @@ impl Checker<'_> {
         let stages = self.program.stages.len() as u32;
         let dims = |buffer: BufferId| match &self.stage.buffers[buffer].content {
             Content::Value { sharding, .. } => sharding.dims.len() as u32,
-            Content::Member { .. } | Content::Flat { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => u32::MAX,
+            Content::Member { .. } | Content::Flat { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Frame | Content::Scratch => {
+                u32::MAX
+            }
         };
         let axes_in_mesh = |axes: AxisSet| self.program.mesh.all().includes(axes);
         match instr {

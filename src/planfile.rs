@@ -9,7 +9,7 @@ use dplan_ir::grad;
 use dplan_ir::graph::Graph;
 use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
 use dplan_ir::optimizer::Optimizer;
-use dplan_ir::plan::{Clip, Gathered, LayerPlan, Offload, Placement, Plan, Recompute, Schedule, StagePlan, Wire, Zero};
+use dplan_ir::plan::{Away, Clip, Gathered, LayerPlan, Placement, Plan, Recompute, Schedule, StagePlan, Wire, Zero};
 use dplan_ir::program::Program;
 use dplan_ir::rule::Assignment;
 use dplan_ir::text;
@@ -130,7 +130,7 @@ impl PlanFile {
                     .iter()
                     .map(|o| OptionJson {
                         zero: o.zero.0,
-                        offload: o.offload.name().into(),
+                        offload: o.away().name(),
                         recompute: o.recompute.name().into(),
                         gathered: gathered_name(o.gathered).into(),
                         strategy: o.strategy.iter().map(|a| assignment_text(a, &mesh)).collect(),
@@ -199,11 +199,14 @@ impl PlanFile {
             if o.zero > 3 {
                 return Err(wrong(&at("zero"), format!("{}: expected 0 to 3", o.zero)));
             }
+            let Some(Away { states: offload, activations }) = Away::from_name(&o.offload) else {
+                let known: Vec<String> = Away::all().map(Away::name).collect();
+                return Err(wrong(&at("offload"), format!("`{}`: expected one of {}", o.offload, known.join(", "))));
+            };
             options.push(LayerPlan {
                 zero: Zero(o.zero),
-                offload: Offload::from_name(&o.offload).ok_or_else(|| {
-                    wrong(&at("offload"), format!("`{}`: expected one of {}", o.offload, Offload::ALL.map(Offload::name).join(", ")))
-                })?,
+                offload,
+                activations,
                 recompute: Recompute::from_name(&o.recompute)
                     .ok_or_else(|| wrong(&at("recompute"), format!("`{}`: expected none, selective or full", o.recompute)))?,
                 gathered: gathered_from(&o.gathered).ok_or_else(|| wrong(&at("gathered"), format!("`{}`: expected keep or again", o.gathered)))?,

@@ -74,7 +74,7 @@ fn both_solvers_find_plans_of_one_cost() {
 #[test]
 fn other_machines_are_asked_about() {
     let dir = scratch("what-if");
-    let args = ["--cluster", "cpu:4", "--batch", "32", "--memory-limit", "8MiB", "--min-devices"];
+    let args = ["--cluster", "cpu:4", "--batch", "32", "--memory-limit", "6MiB", "--min-devices"];
     let scenarios = ["memory=2x", "link=2x", "compute=2x,bandwidth=2x", "latency=0.5x", "memory=0.001x"];
     let what_if: Vec<&str> = scenarios.iter().flat_map(|s| ["--what-if", s]).collect();
     let (_, said) = compiled(&dir, "plan.json", &[&args[..], &what_if].concat());
@@ -89,7 +89,7 @@ fn other_machines_are_asked_about() {
     assert!(rows[scenarios.len()]["infeasible"].as_str().is_some_and(|why| why.contains("short of")), "{said}");
     // One device fewer holds nothing.
     let (model, cluster) = (model(), format!("cpu:{}", fewest - 1.0));
-    let output = dplan(&["compile", &model, "--cluster", &cluster, "--batch", "32", "--memory-limit", "8MiB"]);
+    let output = dplan(&["compile", &model, "--cluster", &cluster, "--batch", "32", "--memory-limit", "6MiB"]);
     assert_eq!(output.status.code(), Some(1), "{}", String::from_utf8_lossy(&output.stdout));
 }
 

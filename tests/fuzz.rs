@@ -90,6 +90,38 @@ fn a_wire_in_bf16_alone_costs_thousandths() {
     }
 }
 
+/// What can go wrong with frames on their way out and back: a copy that is missing, goes the other way, comes too early, is not waited for, is of another frame or from
+/// another micro-batch's place.
+#[test]
+fn damage_to_offloaded_frames_is_rejected() {
+    let case: Case =
+        "blocks=3 cuts=3 count=4 dp=2 zero=3 recompute=none,full,none,selective,full offload=parameters/activations,activations,activations:nvme,activations,activations"
+            .parse()
+            .unwrap();
+    let (graph, program) = lowered(&case).unwrap();
+    assert!(check_program(&case, &graph, &program).unwrap().error < 1e-12);
+    let kinds = [
+        Damage::DropCopy,
+        Damage::CopyBackwards,
+        Damage::EarlyCopy,
+        Damage::OtherFrame,
+        Damage::FewerSlots,
+        Damage::NarrowSlots,
+        Damage::DropWait,
+        Damage::LateWait,
+        Damage::DropRecord,
+    ];
+    for damage in kinds {
+        let mutants = (0..30).filter_map(|pick| damage.apply(&graph, &program, pick * 7919));
+        let (rejected, accepted): (Vec<_>, Vec<_>) = mutants.partition(|(p, _)| verify_program(&graph, p).is_err());
+        assert!(rejected.len() > 2 * accepted.len(), "{damage:?}: {} accepted", accepted.len());
+        for (mutant, place) in accepted {
+            let found = check_program(&case, &graph, &mutant);
+            assert!(found.as_ref().is_ok_and(|found| found.error < 1e-12), "{damage:?} at {place} was accepted, but trains wrong: {found:?}");
+        }
+    }
+}
+
 #[test]
 fn the_same_plan_run_twice_is_bitwise_equal() {
     for number in 0..10 {

@@ -1,4 +1,4 @@
-//! Optimizer states in the memory of the host or in a file: the same weights bit by bit, and plans where nothing would fit without.
+//! States and activations in the memory of the host or in a file: the same weights bit by bit, and plans where nothing would fit without.
 
 mod common;
 
@@ -13,7 +13,7 @@ use dplan_ir::dtype::DType;
 use dplan_ir::entity::{ParamId, Table};
 use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::{Hyper, StepScalars};
-use dplan_ir::plan::{Offload, Store};
+use dplan_ir::plan::{Away, Offload, Store};
 use dplan_ir::program::StageProgram;
 use dplan_ir::verify::verify_program;
 use dplan_planner::lower;
@@ -51,11 +51,11 @@ fn train(file: &PlanFile) -> (Left, Vec<RankMemory>) {
 }
 
 fn offloads(compiled: &Compiled) -> bool {
-    compiled.file.plan.options.iter().any(|o| o.offload != Offload::None)
+    compiled.file.plan.options.iter().any(|o| o.away() != Away::default())
 }
 
 #[test]
-fn offloaded_states_train_bitwise_alike() {
+fn what_is_offloaded_trains_bitwise_alike() {
     for (cluster, dtype, pins) in [
         ("cpu:1", DType::F32, "recompute=none"),
         ("cpu:2", DType::F32, "dp=2,zero=0,recompute=none"),
@@ -69,31 +69,40 @@ fn offloaded_states_train_bitwise_alike() {
         assert!(!offloads(&compiled));
         let mut file = compiled.file;
         let (kept, on_device) = train(&file);
-        let states = |file: &PlanFile| -> Vec<u64> {
-            let of = |stage: &StageProgram| stage.regions.iter().find(|r| r.name == "states").unwrap().bytes;
+        let regions = |file: &PlanFile, name: &str| -> Vec<u64> {
+            let of = |stage: &StageProgram| stage.regions.iter().find(|r| r.name == name).unwrap().bytes;
             file.program.stages.iter().map(of).collect()
         };
-        let before = states(&file);
+        let before = ["states", "frames"].map(|name| regions(&file, name));
         assert!(on_device.iter().all(|m| (m.host_bytes, m.file_bytes) == (0, 0)));
         let halves = file.plan.pipeline().parts_backward();
-        for way in Offload::ALL.into_iter().filter(|o| *o != Offload::None && !(halves && o.is_in_passes())) {
-            file.plan.options.iter_mut().for_each(|o| o.offload = way);
+        let of_states = Offload::ALL.map(|states| Away { states, activations: None });
+        let (cpu, nvme) = (Some(Store::Cpu), Some(Store::Nvme));
+        let of_activations =
+            [(Offload::None, cpu), (Offload::None, nvme), (Offload::Optimizer(Store::Nvme), cpu), (Offload::Parameters(Store::Cpu), cpu)];
+        let of_activations = of_activations.map(|(states, activations)| Away { states, activations });
+        for way in of_states.into_iter().chain(of_activations).filter(|a| *a != Away::default() && !(halves && a.is_in_passes())) {
+            file.plan.options.iter_mut().for_each(|o| (o.offload, o.activations) = (way.states, way.activations));
             file.program = lower::lower(&file.graph, &file.plan).unwrap();
             if let Err(faults) = verify_program(&file.graph, &file.program) {
                 panic!("{pins}, {}: {:#?}", way.name(), &faults[..faults.len().min(3)]);
             }
             let (moved, elsewhere) = train(&file);
             assert!(kept == moved, "{pins}, {}: losses {:?} and {:?}", way.name(), kept.0, moved.0);
-            // What leaves the device's states is in the other memory, rounded up there.
-            let after = states(&file);
+            // What leaves the device is in the other memory, rounded up there.
+            let after = ["states", "frames"].map(|name| regions(&file, name));
             for rank in elsewhere {
-                let gone = before[rank.stage as usize] - after[rank.stage as usize];
-                let is_there = match way.store() {
-                    Some(Store::Cpu) => (rank.host_bytes, rank.file_bytes) == (gone, 0),
-                    Some(Store::Nvme) => rank.host_bytes == 0 && (gone..2 * gone + (1 << 18)).contains(&rank.file_bytes),
-                    None => false,
-                };
-                assert!(gone > 0 && is_there, "{pins}, {}: {rank:?}, {gone} bytes less of states", way.name());
+                let [states, frames] = [0, 1].map(|at: usize| before[at][rank.stage as usize] - after[at][rank.stage as usize]);
+                assert_eq!((states > 0, frames > 0), (way.states != Offload::None, way.activations.is_some()), "{pins}, {}: {rank:?}", way.name());
+                let gone =
+                    |store| [(way.states.store(), states), (way.activations, frames)].iter().filter(|g| g.0 == Some(store)).map(|g| g.1).sum::<u64>();
+                let (host, file) = (gone(Store::Cpu), gone(Store::Nvme));
+                let is_filed = if file == 0 { rank.file_bytes == 0 } else { (file..2 * file + (1 << 18)).contains(&rank.file_bytes) };
+                assert!(
+                    rank.host_bytes == host && is_filed,
+                    "{pins}, {}: {rank:?}, {host} bytes less of the host's, {file} of the file's",
+                    way.name()
+                );
             }
         }
     }
@@ -137,7 +146,7 @@ fn where_nothing_fits_or_all_that_fits_is_slow_states_are_offloaded() {
         let answer = on(limit, host, "").unwrap();
         // Where hosts have a little too little, what else they have enough for is not looked for.
         assert!(offloads(&answer) && answer.statistics.proved == (host != Some(taken - 1)), "{host:?} {:?}", answer.statistics);
-        assert!(answer.file.plan.options.iter().all(|o| o.offload.store().is_none_or(|s| s == store)), "{host:?}");
+        assert!(answer.file.plan.options.iter().all(|o| o.away().stores().all(|s| s == store)), "{host:?}");
         let ((losses, _), memory) = train(&answer.file);
         assert!(memory.iter().all(|m| m.arena_bytes <= limit && m.host_bytes <= host.unwrap_or(u64::MAX)));
         losses.iter().zip(&one).for_each(|(a, b)| assert!((a - b).abs() <= 1e-4 * b.abs(), "{losses:?}, one rank has {one:?}"));

@@ -118,6 +118,45 @@ impl Offload {
     }
 }
 
+/// What of a layer lives in other memories.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+pub struct Away {
+    pub states: Offload,
+    /// What its backward pass finds of the forward pass of each micro-batch: it goes out behind the one and comes in before the other.
+    pub activations: Option<Store>,
+}
+
+impl Away {
+    /// Every way, what takes less along first.
+    pub fn all() -> impl Iterator<Item = Away> {
+        let activations = || [None].into_iter().chain(Store::ALL.map(Some));
+        activations().flat_map(|activations| Offload::ALL.map(|states| Away { states, activations }))
+    }
+    /// `none`, `gradients:nvme`, `activations`, `optimizer/activations:nvme`, …
+    pub fn name(self) -> String {
+        let activations = self.activations.map(|store| match store {
+            Store::Cpu => "activations",
+            Store::Nvme => "activations:nvme",
+        });
+        match (self.states, activations) {
+            (states, None) => states.name().into(),
+            (Offload::None, Some(activations)) => activations.into(),
+            (states, Some(activations)) => format!("{}/{activations}", states.name()),
+        }
+    }
+    pub fn from_name(name: &str) -> Option<Away> {
+        Away::all().find(|a| a.name() == name)
+    }
+    /// Where it leads to.
+    pub fn stores(self) -> impl Iterator<Item = Store> {
+        self.states.store().into_iter().chain(self.activations)
+    }
+    /// Whether forward and backward passes copy, and not the update alone.
+    pub fn is_in_passes(self) -> bool {
+        self.states.is_in_passes() || self.activations.is_some()
+    }
+}
+
 /// Where a layer's parameters, gradients and optimizer states live.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub struct States {
@@ -154,6 +193,14 @@ impl Wire {
             Wire::Bf16 => Some(DType::Bf16),
         }
     }
+}
+
+/// Where all of a layer lives.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+pub struct Residence {
+    pub states: States,
+    /// The memory in which frames wait for the backward pass, if not the device's.
+    pub activations: Option<Store>,
 }
 
 /// What the backward pass of a layer computes again.
@@ -195,6 +242,8 @@ pub enum Gathered {
 pub struct LayerPlan {
     pub zero: Zero,
     pub offload: Offload,
+    /// The memory that what it keeps for its backward pass waits in, if not the device's.
+    pub activations: Option<Store>,
     pub recompute: Recompute,
     pub gathered: Gathered,
     /// Tensor-parallel axes for each forward node of the layer, in graph order. Data axes are not in it: they split every op in one way ([`crate::data`]).
@@ -204,6 +253,12 @@ pub struct LayerPlan {
 impl LayerPlan {
     pub fn states(&self) -> States {
         States { zero: self.zero, offload: self.offload }
+    }
+    pub fn residence(&self) -> Residence {
+        Residence { states: self.states(), activations: self.activations }
+    }
+    pub fn away(&self) -> Away {
+        Away { states: self.offload, activations: self.activations }
     }
 }
 
@@ -323,6 +378,14 @@ impl Plan {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ways_of_offloading_have_names_of_their_own() {
+        let names: Vec<String> = Away::all().map(Away::name).collect();
+        assert_eq!(names.len(), 21);
+        assert_eq!((&names[0][..], &names[7][..], &names[16][..]), ("none", "activations", "optimizer:nvme/activations:nvme"));
+        assert!(Away::all().eq(names.iter().filter_map(|name| Away::from_name(name))));
+    }
 
     #[test]
     fn placements_are_all_orders_of_the_groups_and_no_other() {

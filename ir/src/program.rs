@@ -253,6 +253,8 @@ pub enum Content {
         bucket: BucketId,
         from: AxisSet,
     },
+    /// What a layer keeps of the current micro-batch: values side by side, of which each has a buffer of its own that says what it is. Copies take the bytes along.
+    Frame,
     /// Working memory of one instruction; never read across instructions.
     Scratch,
 }
@@ -434,7 +436,7 @@ pub enum Instr {
     Zero {
         dst: BufferId,
     },
-    /// dst ← src, of which one is in the device's memory and the other is not: a flat buffer, whole or a piece.
+    /// dst ← src, of which one is in the device's memory and the other is not: a flat buffer, whole or a piece; or a frame.
     Copy {
         src: BufferId,
         dst: BufferId,

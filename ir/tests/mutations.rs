@@ -116,8 +116,8 @@ const FATAL: [Damage; 31] = [
 
 /// All but of copies, short types, exchanges in these and working memory, which these programs have none of: `dplan fuzz --mutate` has them.
 fn damages() -> impl Iterator<Item = Damage> {
-    let absent =
-        [Damage::DropCopy, Damage::CopyBackwards, Damage::LessHost, Damage::LessFile, Damage::StaleParam, Damage::WithoutScratch, Damage::DropCast];
+    let copies = [Damage::DropCopy, Damage::CopyBackwards, Damage::EarlyCopy, Damage::OtherFrame, Damage::LessHost, Damage::LessFile];
+    let absent = [&copies[..], &[Damage::StaleParam, Damage::WithoutScratch, Damage::DropCast]].concat();
     Damage::ALL.into_iter().filter(move |d| !absent.contains(d))
 }
 

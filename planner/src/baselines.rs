@@ -132,7 +132,7 @@ fn on_host(of: &Best) -> u64 {
     let mesh = of.found.menus.tuple.mesh();
     let kept = |Layer { choice, option, home }: Layer<'_>| -> u64 {
         let own = option.bytes.buckets.iter().filter(|b| !b.tied || home != Home::Repeated);
-        own.map(|b| state_bytes(b, &mesh, choice.states, of.problem.types)[Space::Host as usize]).sum()
+        own.map(|b| state_bytes(b, &mesh, choice.residence.states, of.problem.types)[Space::Host as usize]).sum()
     };
     layers(of).map(kept).sum()
 }
@@ -154,7 +154,8 @@ fn served(of: &Best, prices: &dyn Prices, servers: u64) -> u64 {
             |role: Role| prices.message(&mesh, here, there, (elems * problem.types.dtype(role).size() * (tuple.dp - 1)).div_ceil(servers)).0;
         let backward = option.backward.0;
         // A server updates more than a worker of ZeRO-1 does, launches included.
-        let updates = [choice.states.zero, Zero(1)].map(|zero| terms.sync(&option.bytes, States { zero, ..choice.states }, home).update());
+        let updates =
+            [choice.residence.states.zero, Zero(1)].map(|zero| terms.sync(&option.bytes, States { zero, ..choice.residence.states }, home).update());
         let update = updates[0].div_ceil(servers).max(updates[1]);
         let end = beside(backward, through(Role::Grad)) - backward + update + through(Role::Param);
         step = step + end - choice.terms(home).end;
@@ -167,7 +168,7 @@ fn blocking(of: &Best, prices: &dyn Prices) -> u64 {
     let Best { problem, found } = of;
     let (mesh, site) = (found.menus.tuple.mesh(), found.menus.sites[0].0);
     let terms = Terms { links: prices, site, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 1 };
-    let late = |l: Layer<'_>| terms.sync(&l.option.bytes, l.choice.states, l.home).blocking(l.option.backward);
+    let late = |l: Layer<'_>| terms.sync(&l.option.bytes, l.choice.residence.states, l.home).blocking(l.option.backward);
     layers(of).map(late).sum()
 }
 

@@ -18,12 +18,15 @@ use crate::prices::{Floor, Links, Prices, Reference};
 use crate::problem::Problem;
 use crate::search::NEVER;
 use crate::space::Tuple;
-use dplan_ir::plan::Schedule;
+use dplan_ir::plan::{Schedule, Store};
 
-/// Whether the inputs of layers alone, which are kept for every micro-batch in flight, are more than all stages can hold. The first layer has no input.
+/// Whether the inputs of layers alone, which are kept for every micro-batch in flight, are more than all stages can hold. The first layer has no input, and those that may
+/// be offloaded are not counted.
 pub fn is_crowded(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple) -> bool {
-    let layers = problem.layers.len() as u64 - 1;
-    let least = (0..layers).map(|layer| prices.boundary_bytes(layer as u32, tuple.shape(Site::ONLY))).min().unwrap_or(0);
+    let crossings = problem.layers.len() as u64 - 1;
+    let stays = |kind: &usize| problem.kinds[*kind].away.iter().all(|away| away.activations.is_none());
+    let layers = problem.layers[1..].iter().filter(|kind| stays(kind)).count() as u64;
+    let least = (0..crossings).map(|layer| prices.boundary_bytes(layer as u32, tuple.shape(Site::ONLY))).min().unwrap_or(0);
     let seat = |stage| prices.groups().seat(tuple.placement, tuple.degrees().ranks(), stage);
     let held = |stage| problem.budget_at(seat(stage).site).checked_div(tuple.in_flight(stage) * least).unwrap_or(u64::MAX);
     (0..tuple.pp).map(held).fold(0, u64::saturating_add) < layers
@@ -97,15 +100,18 @@ fn held(problem: &Problem, prices: &dyn Prices, tuple: &Tuple, sites: &[(Site, u
     // Halves of a backward pass and virtual stages keep other frames. A kind without ways is for its pricing to find.
     let known = |at: usize| floors.iter().all(|floors| !floors[at].trades.is_empty());
     for (at, kind) in problem.kinds.iter().enumerate().filter(|&(at, _)| tuple.schedule.is_plain() && known(at)) {
-        let syncs = sites.iter().zip(floors).map(|(&(site, _), floors)| {
-            let terms = Terms { links, site, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 1 };
+        let terms = |site| Terms { links, site, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 1 };
+        let lives = sites.iter().zip(floors).map(|(&(site, _), floors)| {
+            let terms = terms(site);
             let bytes = floors[at].bytes();
-            kind.states(tuple).map(|states| terms.sync(&bytes, states, Home::Together)).collect::<Vec<LayerSync>>()
+            kind.residences(tuple).map(|of| (terms.sync(&bytes, of.states, Home::Together), of.activations)).collect::<Vec<_>>()
         });
-        let syncs: Vec<Vec<LayerSync>> = syncs.collect();
-        let layers = sites.iter().zip(floors).zip(&syncs).map(|((&(site, _), floors), syncs)| {
+        let lives: Vec<Vec<(LayerSync, Option<Store>)>> = lives.collect();
+        let storing = |site: Site| move |sync: LayerSync, frame, store| terms(site).storing(sync, frame, Some(store));
+        let storing: Vec<_> = sites.iter().map(|&(site, _)| storing(site)).collect();
+        let layers = sites.iter().zip(floors).zip(lives.iter().zip(&storing)).map(|((&(site, _), floors), (lives, storing))| {
             let Floor { trades, part, .. } = &floors[at];
-            Layers { trades, part: *part, syncs, room: problem.budget_at(site) }
+            Layers { trades, part: *part, lives, storing, room: problem.budget_at(site) }
         });
         let count = problem.layers.iter().filter(|&&k| k == at).count();
         match capacity::slowest(&layers.collect::<Vec<_>>(), (0..tuple.pp).map(|s| (site_of(s), tuple.in_flight(s))), count) {

@@ -6,12 +6,16 @@
 //! ```text
 //! g(n, f) = min over w of  min Σ x_iz h_z(t_i)   with  Σ x_iz = n,  Σ x_iz (S_z + f F_i) ≤ R − w,  W_i ≤ w wherever x_iz > 0
 //! ```
+//! An offloaded frame takes no bytes `f F_i`, but two turns of the ring: with `W_i + 2 F_i` in the place of `W_i` (a way of the reference has no more of that than
+//! what it stands for has of workspace and ring, since it has no more `F` and no more `F + W`); and it hides its copies beside `t_i`.
+//!
 //! No stage with `n` such layers is quicker. `g` rises with `n`, so a stage slower than `τ` is needed unless the stages together have `n` below `τ` often enough:
 //! of `N` layers on stages with `f_1 … f_p`, the slowest stage takes at least the `N`-th smallest of all `g(n, f_s)`, n = 1, 2, …
 
 use crate::objective::LayerSync;
 use crate::prices::scaled;
 use crate::relaxation::corners;
+use dplan_ir::plan::Store;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::rc::Rc;
@@ -83,12 +87,14 @@ pub fn trades(ways: impl Iterator<Item = Way>) -> Vec<Trade> {
     all
 }
 
-/// Layers of one kind on one site: their trades, of which they take a `part` at least, the ZeRO stages they may have, with the least of their buckets, and the bytes that
-/// a stage has there.
+/// Layers of one kind on one site: their trades, of which they take a `part` at least, where they may live, with the least of their buckets, and the bytes that a stage
+/// has there.
 pub struct Layers<'a> {
     pub trades: &'a [Trade],
     pub part: (u64, u64),
-    pub syncs: &'a [LayerSync],
+    pub lives: &'a [(LayerSync, Option<Store>)],
+    /// What synchronises a layer with a frame of so many bytes in another memory.
+    pub storing: &'a dyn Fn(LayerSync, u64, Store) -> LayerSync,
     pub room: u64,
 }
 
@@ -96,7 +102,7 @@ pub struct Layers<'a> {
 /// nothing if the layers never fit.
 pub fn slowest(sites: &[Layers<'_>], stages_of: impl Iterator<Item = (usize, u64)>, count: usize) -> Option<u64> {
     let mut stages = Opened { sites, ways: Vec::new(), closed: vec![Vec::new(); sites.len()], stages: Vec::new(), next: BinaryHeap::new() };
-    stages.ways.extend(sites.iter().map(|layers| layers.trades.iter().map(|trade| layers.ways(trade)).collect()));
+    stages.ways.extend(sites.iter().map(Layers::ways));
     stages_of.for_each(|(site, f)| stages.closed[site].push(f));
     for site in 0..sites.len() {
         stages.closed[site].sort_unstable_by_key(|&f| Reverse(f));
@@ -144,10 +150,26 @@ impl Opened<'_> {
 }
 
 impl Layers<'_> {
-    /// The ways of a layer under one bound on the workspace.
-    fn ways(&self, trade: &Trade) -> Ways {
+    /// The ways of a layer under each bound on the workspace.
+    fn ways(&self) -> Vec<Ways> {
+        let away = self.away();
+        let mut all: Vec<Ways> = Vec::new();
+        let mut bounds: Vec<u64> = self.trades.iter().map(|t| scaled(t.workspace, self.part)).chain(away.iter().map(|a| a.0)).collect();
+        bounds.sort_unstable();
+        bounds.dedup();
+        for workspace in bounds {
+            let here = self.trades.iter().rfind(|t| scaled(t.workspace, self.part) <= workspace).map_or(Vec::new(), |trade| self.here(trade));
+            let there = away.iter().filter(|a| a.0 <= workspace).map(|&(_, states, time)| (states, 0, time));
+            all.push(Ways { workspace, part: self.part, all: here.into_iter().chain(there).collect() });
+        }
+        all
+    }
+
+    /// Those with frames in the device's memory, under one bound: states, frame, time.
+    fn here(&self, trade: &Trade) -> Vec<(u64, u64, u64)> {
         let times = |sync: &LayerSync| trade.corners.iter().map(|&(_, time)| sync.least_time(scaled(time, self.part))).collect();
-        let mut rows: Vec<(u64, Vec<u64>)> = self.syncs.iter().map(|sync| (sync.states(), times(sync))).collect();
+        let here = self.lives.iter().filter(|(_, activations)| activations.is_none());
+        let mut rows: Vec<(u64, Vec<u64>)> = here.map(|(sync, _)| (sync.states(), times(sync))).collect();
         rows.sort_unstable();
         let mut all = Vec::new();
         for (at, (states, times)) in rows.iter().enumerate() {
@@ -156,7 +178,32 @@ impl Layers<'_> {
                 all.extend(trade.corners.iter().zip(times).map(|(&(frame, _), &time)| (*states, frame, time)));
             }
         }
-        Ways { workspace: scaled(trade.workspace, self.part), part: self.part, all }
+        all
+    }
+
+    /// Those with frames elsewhere: what they take of workspace and ring, states, time.
+    fn away(&self) -> Vec<(u64, u64, u64)> {
+        let mut all = Vec::new();
+        for &(sync, activations) in self.lives {
+            let Some(store) = activations else { continue };
+            for (at, trade) in self.trades.iter().enumerate() {
+                // A way is in its own trade first.
+                let before: &[(u64, u64)] = if at == 0 { &[] } else { &self.trades[at - 1].corners };
+                for &(frame, time) in trade.corners.iter().filter(|corner| !before.contains(corner)) {
+                    let (frame, time) = (scaled(frame, self.part), scaled(time, self.part));
+                    let least = (self.storing)(sync, frame, store).least_time(time);
+                    all.push((scaled(trade.workspace, self.part) + 2 * frame, sync.states(), least));
+                }
+            }
+        }
+        all.sort_unstable();
+        let mut kept: Vec<(u64, u64, u64)> = Vec::new();
+        for way in all {
+            if !kept.iter().any(|k| k.1 <= way.1 && k.2 <= way.2) {
+                kept.push(way);
+            }
+        }
+        kept
     }
 }
 
@@ -189,6 +236,7 @@ mod tests {
     use crate::memory::{BucketSize, LayerBytes, StateTypes};
     use crate::objective::{Home, Terms};
     use crate::placement::Site;
+    use crate::units::Nanos;
     use dplan_ir::dtype::DType;
     use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
     use dplan_ir::optimizer::Optimizer;
@@ -199,7 +247,7 @@ mod tests {
         let quick = Way { time: 10, frame: 100, workspace: 0 };
         let small = Way { time: 16, frame: 20, workspace: 30 };
         let trades = trades([quick, small].into_iter());
-        let site = Layers { trades: &trades, part, syncs: &[LayerSync::default()], room };
+        let site = Layers { trades: &trades, part, lives: &[(LayerSync::default(), None)], storing: &|sync, _, _| sync, room };
         super::slowest(&[site], in_flight.iter().map(|&f| (0, f)), count)
     }
 
@@ -211,22 +259,39 @@ mod tests {
         let (cluster, mesh) = (Cluster::parse("h100:8x2").unwrap(), Mesh::of(Degrees { dp: 16, ep: 1, cp: 1, tp: 1 }));
         let types = StateTypes::new(DType::Bf16, Optimizer::AdamW);
         let terms = Terms { links: &cluster, site: Site::ONLY, mesh: &mesh, types, clip: Clip::GlobalNorm, homes: 1 };
-        for _ in 0..300 {
+        for round in 0..300 {
             let bucket = BucketSize { elems: draw(1, 1 << 22), partial: AxisSet::EMPTY, axes: AxisSet::EMPTY, members: 1, tied: false };
             let bytes = LayerBytes { buckets: vec![bucket], reads_back: true, ..LayerBytes::default() };
             let syncs = [Zero(2), Zero(3)].map(|zero| terms.sync(&bytes, States { zero, offload: Offload::None }, Home::Together));
             let around = syncs[1].least_time(0).max(10);
-            let ways: Vec<Way> = (0..6).map(|_| Way { time: draw(around / 4, around * 2), frame: draw(1 << 20, 1 << 24), workspace: 0 }).collect();
+            let ways: Vec<Way> =
+                (0..6).map(|_| Way { time: draw(around / 4, around * 2), frame: draw(1 << 20, 1 << 24), workspace: draw(0, 4) << 20 }).collect();
             let (trades, room) = (trades(ways.iter().copied()), draw(4 << 20, 4 << 24));
-            let real = syncs.iter().flat_map(|sync| ways.iter().map(|w| (sync.states() + w.frame, sync.least_time(w.time))));
-            let real: Vec<(u64, u64)> = real.collect();
-            for count in 1..=3 {
-                let bound = super::slowest(&[Layers { trades: &trades, part: (1, 1), syncs: &syncs, room }], [(0, 1)].into_iter(), count);
-                let mut stages = vec![(0, 0)];
+            let copy = |sync: LayerSync, frame: u64, store: Store| terms.storing(sync, frame, Some(store));
+            // What is offloaded leaves the bytes of its frame and takes longer.
+            let lives: Vec<(LayerSync, Option<Store>)> =
+                [None, Some(Store::Cpu), Some(Store::Nvme)].into_iter().flat_map(|store| syncs.map(|s| (s, store))).collect();
+            let lives = &lives[..2 * (1 + round % 3)];
+            // Bytes of its own, of the largest workspace and ring, and time.
+            let real = lives.iter().flat_map(|&(sync, store)| {
+                ways.iter().map(move |w| match store {
+                    None => ([sync.states() + w.frame, w.workspace, 0], sync.least_time(w.time)),
+                    Some(store) => {
+                        let time = copy(sync, w.frame, store).terms(Nanos(w.time / 3), Nanos(w.time - w.time / 3)).time;
+                        ([sync.states(), w.workspace, 2 * w.frame], time)
+                    }
+                })
+            });
+            let real: Vec<([u64; 3], u64)> = real.collect();
+            for count in 1..=if round % 3 == 2 { 2 } else { 3 } {
+                let layers = Layers { trades: &trades, part: (1, 1), lives, storing: &copy, room };
+                let bound = super::slowest(&[layers], [(0, 1)].into_iter(), count);
+                let mut stages = vec![([0; 3], 0)];
                 for _ in 0..count {
-                    stages = stages.iter().flat_map(|s| real.iter().map(move |r| (s.0 + r.0, s.1 + r.1))).collect();
+                    let with = |a: [u64; 3], b: [u64; 3]| [a[0] + b[0], a[1].max(b[1]), a[2].max(b[2])];
+                    stages = stages.iter().flat_map(|s| real.iter().map(move |r| (with(s.0, r.0), s.1 + r.1))).collect();
                 }
-                let best = stages.into_iter().filter(|s| s.0 <= room).map(|s| s.1).min();
+                let best = stages.into_iter().filter(|s| s.0.iter().sum::<u64>() <= room).map(|s| s.1).min();
                 assert!(best.is_none_or(|best| bound.is_some_and(|bound| bound <= best)), "{ways:?}: {bound:?}, not {best:?} of {count}");
             }
         }

@@ -5,13 +5,13 @@
 
 use crate::integer::{self, SolverFault};
 use crate::menu::Menus;
-use crate::objective::{Home, LayerSync, StageTime, Terms, border, share};
+use crate::objective::{Home, StageTime, Terms, border, share};
 use crate::placement::{Groups, Site, Weighting, weightings};
 use crate::prices::{Floor, Links, Prices, Reference, scaled};
 use crate::problem::Problem;
 use crate::search::{Closed, How, trend_batches};
 use crate::space::{MOST_TP, Tuple, least_block, searched};
-use dplan_ir::plan::{Placement, Schedule, States};
+use dplan_ir::plan::{Away, Placement, Schedule, States};
 use dplan_ir::sharding::Sharding;
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
@@ -335,15 +335,28 @@ fn holds(problem: &Problem, prices: &dyn Prices, tuple: &Tuple, (kind, floor): (
     let terms = Terms { links, site, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 1 };
     let bytes = floor.bytes();
     let zeros = kind.zero.iter().filter(|z| tuple.dp * tuple.cp > 1 || z.0 == 0);
-    let states = zeros.flat_map(|&zero| kind.offload.iter().map(move |&offload| States { zero, offload }));
-    let syncs: Vec<_> = states.map(|states| terms.sync(&bytes, states, Home::Together)).collect();
-    let way = |sync: &LayerSync, &(frame, time): &(u64, u64)| {
-        (sync.states() + scaled(frame, (in_flight * floor.part.0, floor.part.1)), sync.least_time(scaled(time, floor.part)))
-    };
-    // Room beside the workspace, and the ways of a layer that no mixture of others covers.
-    let rooms = floor.trades.iter().filter_map(|trade| {
-        let free = problem.budget_at(site).checked_sub(scaled(trade.workspace(), floor.part))?;
-        Some((free, lower_hull(syncs.iter().flat_map(|sync| trade.corners().iter().map(move |corner| way(sync, corner))).collect())))
+    let lives = zeros.flat_map(|&zero| kind.away.iter().map(move |away| (States { zero, offload: away.states }, away.activations)));
+    let syncs: Vec<_> = lives.map(|(states, activations)| (terms.sync(&bytes, states, Home::Together), activations)).collect();
+    // Of each way of living and each corner of each trade: what it takes of workspace and ring, its own bytes, and time. A frame elsewhere is in the ring alone, twice; a corner
+    // that stays in later trades has the workspace of the first, so that there it is only repeated.
+    let mut ways: Vec<(u64, u64, u64)> = Vec::new();
+    for ((sync, activations), trade) in syncs.iter().flat_map(|sync| floor.trades.iter().map(move |trade| (*sync, trade))) {
+        for &(frame, time) in trade.corners() {
+            let part = |amount: u64| scaled(amount, floor.part);
+            let (shared, kept) = match activations {
+                None => (part(trade.workspace()), scaled(frame, (in_flight * floor.part.0, floor.part.1))),
+                Some(_) => (part(trade.workspace()) + 2 * part(frame), 0),
+            };
+            ways.push((shared, sync.states() + kept, terms.storing(sync, part(frame), activations).least_time(part(time))));
+        }
+    }
+    let mut bounds: Vec<u64> = ways.iter().map(|w| w.0).collect();
+    bounds.sort_unstable();
+    bounds.dedup();
+    // Room beside these, and the ways of a layer that no mixture of others covers.
+    let rooms = bounds.into_iter().filter_map(|shared| {
+        let free = problem.budget_at(site).checked_sub(shared)?;
+        Some((free, lower_hull(ways.iter().filter(|w| w.0 <= shared).map(|w| (w.1, w.2)).collect())))
     });
     let rooms: Vec<(u64, Vec<(u64, u64)>)> = rooms.collect();
     let fits = |n: u64, (free, hull): &(u64, Vec<(u64, u64)>)| {
@@ -404,14 +417,14 @@ pub(crate) fn weights(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple)
                 continue;
             }
             let zeros = kind.zero.iter().filter(|z| z.0 == 0 || tuple.dp * tuple.cp > 1 && !(parted && z.0 > 1));
-            for (&zero, &offload) in
-                zeros.flat_map(|zero| kind.offload.iter().filter(|o| !(parted && o.is_in_passes())).map(move |offload| (zero, offload)))
+            for (&zero, &Away { states: offload, activations }) in
+                zeros.flat_map(|zero| kind.away.iter().filter(|a| !(parted && a.is_in_passes())).map(move |away| (zero, away)))
             {
                 let shares = Home::ALL.map(|home| {
                     let sync = terms.sync(&offer.option.bytes, States { zero, offload }, home);
                     let of = match half {
                         Some(half) => sync.parted(offer.option.forward, half.input, half.weight),
-                        None => sync.terms(offer.option.forward, offer.option.backward),
+                        None => terms.storing(sync, offer.option.bytes.frame, activations).terms(offer.option.forward, offer.option.backward),
                     };
                     share(&pipeline, &of)
                 });

@@ -13,7 +13,7 @@ use crate::space::Tuple;
 use crate::stages::Stages;
 use crate::units::{Bytes, Nanos};
 use dplan_ir::pipeline::Slots;
-use dplan_ir::plan::{LayerPlan, Plan, States};
+use dplan_ir::plan::{LayerPlan, Plan, Residence};
 
 /// Neighbouring layers that are alike, on one stage, and run alike.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -116,7 +116,7 @@ impl View<'_> {
         let row = self.row(layer);
         let chosen = self.choice(layer, None);
         let terms = chosen.terms(self.home(layer));
-        let tie = |c: &Choice| self.menus.offers[row][c.offer as usize].tie.as_ref().map(|sharding| (sharding, c.states.zero));
+        let tie = |c: &Choice| self.menus.offers[row][c.offer as usize].tie.as_ref().map(|sharding| (sharding, c.residence.states));
         let now = self.step(None);
         let budget = self.problem.budget_at(self.menus.sites[self.menus.site_of(stage as u64)].0);
         let (mut next, mut denied): (Option<Alternative>, Option<Alternative>) = (None, None);
@@ -163,12 +163,12 @@ impl View<'_> {
     /// Bytes of a stage's arena with one layer changed.
     fn arena(&self, stage: usize, instead: Option<(usize, u32)>) -> u64 {
         let pipeline = self.plan.pipeline();
-        let (stage, mut layers): (u64, Vec<(&LayerBytes, States, Slots)>) = (stage as u64, Vec::new());
+        let (stage, mut layers): (u64, Vec<(&LayerBytes, Residence, Slots)>) = (stage as u64, Vec::new());
         for (c, &slots) in pipeline.virtual_stages_of(stage).zip(&self.menus.slots[stage as usize]) {
             let cut = &self.plan.stages[c as usize];
             layers.extend((cut.first as usize..=cut.last as usize).map(|layer| {
                 let (row, choice) = (self.row(layer), self.index(layer, instead));
-                (self.menus.bytes(row, choice), self.menus.choices[row][choice as usize].states, slots)
+                (self.menus.bytes(row, choice), self.menus.choices[row][choice as usize].residence, slots)
             }));
         }
         let at = StagePosition { pipeline, stage, boundary: self.menus.boundary };

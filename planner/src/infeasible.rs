@@ -85,7 +85,7 @@ fn least_states(problem: &Problem, prices: &mut dyn Prices) -> Option<u64> {
     let mut total = 0;
     for (at, &kind) in problem.layers.iter().enumerate() {
         let kind = &problem.kinds[kind];
-        let stays = |role: &Role| !kind.offload.iter().any(|&o| away(*role, o).is_some());
+        let stays = |role: &Role| !kind.away.iter().any(|&a| away(*role, a.states).is_some());
         let element: u64 = problem.types.roles().into_iter().filter(stays).map(|role| problem.types.dtype(role).size()).sum();
         let offers = prices.offers(kind.class, shape);
         // A tied parameter counts in the first layer alone; where the homes are elsewhere this is still no more than there is.

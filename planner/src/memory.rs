@@ -3,18 +3,20 @@
 //!
 //! ```text
 //! arena = scalars + Σ_buckets state(zero) + Σ_layers (frames · frame + held · held) + boundary + max_layers workspace + 2 · max_layers ring(zero)
-//! host, file = Σ_buckets offloaded state(zero)
+//! host, file = Σ_buckets offloaded state(zero) + Σ_layers frames · offloaded frame
 //! ```
 //! over the layers of all virtual stages of the stage; `frames` and `held` are those of a layer's virtual stage ([`Slots`]).
 //! - *state*: parameters, master copy (16-bit compute types only), gradients, moments, and LAMB's two sums for each parameter; each but those whole or one piece for each rank along data axes that do not shard the parameter, by ZeRO stage;
 //!   what is offloaded (master copy and moments; also gradients; also parameters) is in the memory of the host or in a file instead;
-//! - *frame* of a layer: its input and everything its backward pass reads (with full recompute: its input alone), one per micro-batch in flight;
+//! - *frame* of a layer: its input and everything its backward pass reads (with full recompute: its input alone), one per micro-batch in flight; one that is offloaded
+//!   waits in the memory of the host or in a file, and is in the ring while a pass works on it;
 //! - *held* by a layer where backward passes come in halves: its cotangent and whatever else the weight half finds of the input half;
 //! - *workspace*: all other values of one layer, forward and backward, side by side (and with full recompute, what is computed again), and scratch; rounded up
 //!   to one of eight sizes in an octave ([`workspace_region`]), so that a search has few sizes to tell apart;
 //! - *ring*: two turns of gathered parameters (ZeRO 3) and of gradients before they are scattered (ZeRO 2 and 3), so that the next layer's gather
-//!   and the last layer's scatter overlap this layer's compute; the same of parameters and gradients that are offloaded; where gradients are rounded for the
-//!   exchange, what goes out and what comes, whatever the ZeRO stage; in the update, two turns of a bucket's offloaded states, so that copies in and out overlap it;
+//!   and the last layer's scatter overlap this layer's compute; the same of parameters and gradients that are offloaded, and of offloaded frames (in sizes as a
+//!   workspace's); where gradients are rounded for the exchange, what goes out and what comes, whatever the ZeRO stage; in the update, two turns of a bucket's offloaded
+//!   states, so that copies in and out overlap it;
 //! - *boundary*: cotangents handed from layer to layer, and send and receive buffers between stages.
 //!
 //! Every single item is rounded up as its memory asks ([`Space::align`]).
@@ -23,7 +25,7 @@ use dplan_ir::dtype::DType;
 use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::pipeline::{Pipeline, Slots};
-use dplan_ir::plan::{Offload, States, Store, Wire, Zero};
+use dplan_ir::plan::{Offload, Residence, States, Store, Wire, Zero};
 use dplan_ir::program::{Role, Space, align};
 
 /// Bucket pieces are a multiple of this many elements, so that each is aligned in every element type.
@@ -167,9 +169,24 @@ fn staged_bytes(elems: u64, ways: u64, states: States, types: StateTypes) -> u64
     staged.map(|role| align(role_bytes(role, elems, ways, states.zero, types))).sum()
 }
 
-/// Bytes of one turn of the ring for a layer: in passes, whole parameters and gradients of which the arena has only pieces or nothing, gradients that pieces are added
-/// to, and gradients on the wire; in the update, one bucket's offloaded states.
-pub fn ring_bytes(layer: &LayerBytes, mesh: &Mesh, states: States, types: StateTypes) -> u64 {
+/// One turn of the ring for a layer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Turn {
+    /// Whole parameters and gradients of which the arena has only pieces or nothing, gradients that pieces are added to, and gradients on the wire.
+    passes: u64,
+    /// One bucket's offloaded states.
+    update: u64,
+}
+
+impl Turn {
+    /// Bytes, with so large an offloaded frame beside what else the passes have there.
+    pub fn bytes(&self, frame: u64) -> u64 {
+        (self.passes + workspace_region(frame)).max(self.update)
+    }
+}
+
+/// What states ask of a turn of the ring.
+pub fn turn(layer: &LayerBytes, mesh: &Mesh, states: States, types: StateTypes) -> Turn {
     let in_passes = |bucket: &BucketSize| -> u64 {
         let (elems, ways) = (bucket.elems, bucket.ways(mesh));
         let is_away = |role| away(role, states.offload).is_some();
@@ -181,7 +198,21 @@ pub fn ring_bytes(layer: &LayerBytes, mesh: &Mesh, states: States, types: StateT
         [Role::Param, Role::Grad].into_iter().filter(|&r| is_away(r) || is_shared(r)).map(whole).sum::<u64>() + added + wire
     };
     let staged = layer.buckets.iter().map(|b| staged_bytes(b.elems, b.ways(mesh), states, types)).max();
-    layer.buckets.iter().map(in_passes).sum::<u64>().max(staged.unwrap_or(0))
+    Turn { passes: layer.buckets.iter().map(in_passes).sum(), update: staged.unwrap_or(0) }
+}
+
+/// Bytes of a turn for a layer that lives there.
+pub fn turn_bytes(layer: &LayerBytes, mesh: &Mesh, residence: Residence, types: StateTypes) -> u64 {
+    turn(layer, mesh, residence.states, types).bytes(if residence.activations.is_some() { layer.frame } else { 0 })
+}
+
+/// Bytes of a layer's frames, so many of them, in each memory.
+pub fn frame_bytes(frame: u64, frames: u64, activations: Option<Store>) -> PerSpace {
+    let mut bytes = PerSpace::default();
+    // A frame is a sum of what the device's memory has aligned.
+    let (space, each) = activations.map_or((Space::Device, frame), |store| (store.space(), store.space().align(frame)));
+    bytes[space as usize] = frames * each;
+    bytes
 }
 
 /// Buffers between layers and stages: two cotangents handed down layer by layer, and two turns of each message a virtual stage sends or receives (what it receives
@@ -241,28 +272,29 @@ pub struct StagePosition {
     pub boundary: u64,
 }
 
-/// The arena of a stage that runs `layers`, each with what its virtual stage keeps.
-pub fn arena(layers: &[(&LayerBytes, States, Slots)], mesh: &Mesh, types: StateTypes, at: StagePosition) -> Arena {
+/// The arena of a stage that runs `layers`, each with where it lives and what its virtual stage keeps.
+pub fn arena(layers: &[(&LayerBytes, Residence, Slots)], mesh: &Mesh, types: StateTypes, at: StagePosition) -> Arena {
     let mut tied_seen = false;
-    let mut states = PerSpace::default();
-    for (layer, of, _) in layers {
+    let (mut states, mut frames) = (PerSpace::default(), PerSpace::default());
+    let add = |to: &mut PerSpace, bytes: PerSpace| to.iter_mut().zip(bytes).for_each(|(sum, bytes)| *sum += bytes);
+    for (layer, of, slots) in layers {
         for bucket in &layer.buckets {
             if !(bucket.tied && tied_seen) {
-                let of_bucket = state_bytes(bucket, mesh, *of, types);
-                states.iter_mut().zip(of_bucket).for_each(|(sum, bytes)| *sum += bytes);
+                add(&mut states, state_bytes(bucket, mesh, of.states, types));
             }
             tied_seen |= bucket.tied;
         }
+        add(&mut frames, frame_bytes(layer.frame, slots.frames, of.activations));
     }
-    let [states, host, file] = states;
+    let elsewhere = |space: Space| states[space as usize] + frames[space as usize];
     Arena {
         scalars: scalar_bytes(),
-        states,
-        frames: layers.iter().map(|(l, _, slots)| slots.frames * l.frame + slots.held * l.held).sum(),
+        states: states[Space::Device as usize],
+        frames: frames[Space::Device as usize] + layers.iter().map(|(l, _, slots)| slots.held * l.held).sum::<u64>(),
         boundary: boundary_bytes(at.boundary, &at.pipeline, at.stage),
         workspace: workspace_region(layers.iter().map(|(l, ..)| l.workspace).max().unwrap_or(0)),
-        ring: 2 * layers.iter().map(|&(l, of, _)| ring_bytes(l, mesh, of, types)).max().unwrap_or(0),
-        host,
-        file,
+        ring: 2 * layers.iter().map(|&(l, of, _)| turn_bytes(l, mesh, of, types)).max().unwrap_or(0),
+        host: elsewhere(Space::Host),
+        file: elsewhere(Space::File),
     }
 }

@@ -11,7 +11,7 @@ use crate::prices::{Links, Offer, Prices};
 use crate::problem::{Kind, Problem};
 use crate::space::Tuple;
 use dplan_ir::pipeline::Slots;
-use dplan_ir::plan::States;
+use dplan_ir::plan::{Residence, States};
 use dplan_ir::sharding::Sharding;
 use std::rc::Rc;
 
@@ -20,12 +20,12 @@ use std::rc::Rc;
 pub struct Choice {
     /// Which offer of the layer's class.
     pub offer: u32,
-    pub states: States,
+    pub residence: Residence,
     /// By [`Home`]; all alike in a layer without tied parameters.
     terms: [LayerTerms; 3],
     /// What they add to the objective.
     shares: [StageTime; 3],
-    /// Bytes of each micro-batch in flight, and of each between the halves of its backward pass.
+    /// Bytes of each micro-batch in flight, if they are in the device's memory, and of each between the halves of its backward pass.
     pub frame: u64,
     pub held: u64,
     pub workspace: u64,
@@ -36,7 +36,7 @@ impl Choice {
     /// One that takes and keeps so much, wherever its layer is.
     pub(crate) fn that_takes(StageTime { time, end }: StageTime, states: u64, workspace: u64, ring: u64) -> Choice {
         let terms = LayerTerms { forward: 0, time, weight: 0, end, states, ring };
-        Choice { offer: 0, states: States::default(), terms: [terms; 3], shares: [StageTime { time, end }; 3], frame: 0, held: 0, workspace }
+        Choice { offer: 0, residence: Residence::default(), terms: [terms; 3], shares: [StageTime { time, end }; 3], frame: 0, held: 0, workspace }
     }
 }
 
@@ -171,7 +171,8 @@ impl Menus {
     pub fn by_tie(&self) -> Vec<Menus> {
         let homes: Vec<usize> = (0..self.choices.len()).filter(|&row| self.tied[self.kind(row)]).collect();
         let Some(&first) = homes.first() else { return vec![self.clone()] };
-        let tie = |row: usize, choice: &Choice| self.offers[row][choice.offer as usize].tie.clone().map(|sharding| (sharding, choice.states));
+        let tie =
+            |row: usize, choice: &Choice| self.offers[row][choice.offer as usize].tie.clone().map(|sharding| (sharding, choice.residence.states));
         let mut ties: Vec<Tie> = self.choices[first].iter().filter_map(|c| tie(first, c)).collect();
         ties.sort();
         ties.dedup();
@@ -229,7 +230,7 @@ impl Rows {
 /// The choices of a kind of layer.
 fn menu(kind: &Kind, tuple: &Tuple, terms: &Terms<'_>, offers: &[Offer], halves: &[Halves]) -> Vec<Choice> {
     let pipeline = tuple.pipeline();
-    let all: Vec<States> = kind.states(tuple).collect();
+    let all: Vec<Residence> = kind.residences(tuple).collect();
     // Many options have the same buckets.
     let mut syncs: Vec<(&Offer, Vec<[LayerSync; 3]>)> = Vec::new();
     let mut menu = Vec::new();
@@ -239,7 +240,7 @@ fn menu(kind: &Kind, tuple: &Tuple, terms: &Terms<'_>, offers: &[Offer], halves:
         }
         let bytes = &offer.option.bytes;
         let known = syncs.iter().position(|(o, _)| o.option.bytes.buckets == bytes.buckets).unwrap_or_else(|| {
-            let by_states = all.iter().map(|&states| {
+            let by_states = all.iter().map(|&Residence { states, .. }| {
                 let together = terms.sync(bytes, states, Home::Together);
                 let of = |home| if bytes.buckets.iter().any(|b| b.tied) { terms.sync(bytes, states, home) } else { together };
                 [together, of(Home::Repeated), of(Home::Apart)]
@@ -247,16 +248,17 @@ fn menu(kind: &Kind, tuple: &Tuple, terms: &Terms<'_>, offers: &[Offer], halves:
             syncs.push((offer, by_states.collect()));
             syncs.len() - 1
         });
-        for (&states, sync) in all.iter().zip(&syncs[known].1) {
+        for (&residence, sync) in all.iter().zip(&syncs[known].1) {
             let halves = halves.get(index as usize);
             let terms = sync.map(|s| match halves {
                 Some(halves) => s.parted(offer.option.forward, halves.input, halves.weight),
-                None => s.terms(offer.option.forward, offer.option.backward),
+                None => terms.storing(s, bytes.frame, residence.activations).terms(offer.option.forward, offer.option.backward),
             });
             let shares = terms.map(|t| share(&pipeline, &t));
             let bytes = halves.map_or(bytes, |h| &h.bytes);
+            let frame = if residence.activations.is_some() { 0 } else { bytes.frame };
             let workspace = workspace_region(bytes.workspace);
-            menu.push(Choice { offer: index, states, terms, shares, frame: bytes.frame, held: bytes.held, workspace });
+            menu.push(Choice { offer: index, residence, terms, shares, frame, held: bytes.held, workspace });
         }
     }
     menu

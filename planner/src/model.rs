@@ -21,7 +21,7 @@ use crate::units::{Bytes, Nanos};
 use dplan_ir::entity::ValueId;
 use dplan_ir::graph::{Graph, Layout};
 use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
-use dplan_ir::plan::{Recompute, States, Store};
+use dplan_ir::plan::{Recompute, Residence, Store};
 use dplan_ir::program::Pattern;
 use dplan_ir::sharding::{Padded, local_type};
 use std::collections::BTreeMap;
@@ -187,7 +187,7 @@ impl Prices for Model<'_> {
         let offers = self.offers(class, shape);
         let layer = self.classes.iter().position(|&c| c == class).unwrap_or(0) as u32;
         let lowered = pricing.sharder(BackwardPass::Parted).and_then(|sharder| {
-            let halves = |o: &Offer| Ok(pricing.halves(&sharder.layer(layer, &o.option.plan(States::default()))?));
+            let halves = |o: &Offer| Ok(pricing.halves(&sharder.layer(layer, &o.option.plan(Residence::default()))?));
             offers.iter().map(halves).collect::<Result<Vec<_>, LowerError>>()
         });
         // What is offered can be lowered; if not, it cannot run in halves.

@@ -38,6 +38,7 @@
 //! `update ∥ copy` for `update`, `update ∥ (gather(P) + copy)` for `update ∥ gather(P)`. There masters and moments go both ways; parameters come in where they are
 //! masters, and go out; gradients go out cleared when the step begins, come in for the norm and for the update, and both ways where they are summed in between. In passes offloaded
 //! parameters come in beside `f` and `b`, or `f` alone if no backward pass reads them (`gather(P)` likewise: an embedding's), and gradients in and out beside `b`, together with what is gathered and scattered there. Pieces are priced as all of a role.
+//! An offloaded frame goes out beside `f` and comes in beside `b`.
 //!
 //! A parted backward pass hides the reduction beside its weight half alone: `w` stands in the place of `b` in `e`. It has ZeRO 0 or 1.
 //!
@@ -50,14 +51,14 @@
 //! when all passes are done, beside nothing (at ZeRO 0 the whole sum is done then).
 
 use crate::memory::{
-    BucketSize, LayerBytes, StateTypes, away, bucket_elems, in_pieces, ring_bytes, role_bytes, state_bytes, trust_bytes, wire_bytes,
+    BucketSize, LayerBytes, StateTypes, Turn, away, bucket_elems, in_pieces, role_bytes, state_bytes, trust_bytes, turn, wire_bytes,
 };
 use crate::placement::Site;
 use crate::prices::Links;
 use crate::units::Nanos;
 use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::pipeline::Pipeline;
-use dplan_ir::plan::{Clip, Schedule, States, Zero};
+use dplan_ir::plan::{Clip, Schedule, States, Store, Zero};
 use dplan_ir::program::{Pattern, Role, Space};
 
 /// Part of hidden traffic that still costs time: copies and reductions of a collective take memory bandwidth and cores from the compute they overlap.
@@ -191,7 +192,9 @@ pub struct LayerSync {
     once: Sync,
     reads_back: bool,
     states: u64,
-    ring: u64,
+    turn: Turn,
+    /// An offloaded frame: its bytes, and nanoseconds one way.
+    frame: (u64, u64),
 }
 
 /// Nanoseconds of a group of buckets.
@@ -234,16 +237,26 @@ impl LayerSync {
     pub fn terms(&self, forward: Nanos, backward: Nanos) -> LayerTerms {
         let (f, b, every) = (forward.0, backward.0, &self.every);
         let (gather, reduce, add) = every.in_passes(self.zero);
-        let comes = gather + every.fetch;
-        let forward = beside(f, comes);
-        let backward = beside(b, if self.reads_back { comes } else { 0 } + reduce + every.carry) + add;
-        LayerTerms { forward, time: forward + backward, weight: 0, end: self.end(b), states: self.states, ring: self.ring }
+        let (comes, frame) = (gather + every.fetch, self.frame.1);
+        let forward = beside(f, comes + frame);
+        let backward = beside(b, if self.reads_back { comes } else { 0 } + reduce + every.carry + frame) + add;
+        LayerTerms { forward, time: forward + backward, weight: 0, end: self.end(b), states: self.states, ring: self.ring() }
+    }
+
+    /// The same layer with an offloaded frame of so many bytes, whose copy one way takes so long.
+    pub fn storing(self, frame: u64, copy: Nanos) -> LayerSync {
+        LayerSync { frame: (frame, copy.0), ..self }
+    }
+
+    /// Two turns.
+    fn ring(&self) -> u64 {
+        2 * self.turn.bytes(self.frame.0)
     }
 
     /// The same with a backward pass in halves, at ZeRO 0 or 1.
     pub fn parted(&self, forward: Nanos, input: Nanos, weight: Nanos) -> LayerTerms {
         let (forward, time, weight) = (forward.0, forward.0 + input.0 + weight.0, weight.0);
-        LayerTerms { forward, time, weight, end: self.end(weight), states: self.states, ring: self.ring }
+        LayerTerms { forward, time, weight, end: self.end(weight), states: self.states, ring: self.ring() }
     }
 
     /// The end of a step, reductions hidden beside what the last backward pass computes.
@@ -278,7 +291,7 @@ impl LayerSync {
     pub fn least_time(&self, passes: u64) -> u64 {
         let (gather, reduce, add) = self.every.in_passes(self.zero);
         let comes = (1 + u64::from(self.reads_back)) * (gather + self.every.fetch);
-        beside(passes, comes + reduce + self.every.carry) + add
+        beside(passes, comes + reduce + self.every.carry + 2 * self.frame.1) + add
     }
 
     /// Bytes of parameters, gradients and optimizer states that are not offloaded.
@@ -314,8 +327,19 @@ impl Terms<'_> {
             once,
             reads_back: bytes.reads_back,
             states: bytes.buckets.iter().filter(counted).map(|b| state_bytes(b, self.mesh, states, self.types)[Space::Device as usize]).sum(),
-            ring: 2 * ring_bytes(bytes, self.mesh, states, self.types),
+            turn: turn(bytes, self.mesh, states, self.types),
+            frame: (0, 0),
         }
+    }
+
+    /// Time of an offloaded frame one way; none has nothing to copy.
+    pub fn frame(&self, bytes: u64, store: Store) -> Nanos {
+        if bytes == 0 { Nanos(0) } else { self.links.copy(self.site, store, bytes) }
+    }
+
+    /// A layer's synchronisation, with its frame where it lives.
+    pub fn storing(&self, sync: LayerSync, frame: u64, activations: Option<Store>) -> LayerSync {
+        activations.map_or(sync, |store| sync.storing(frame, self.frame(frame, store)))
     }
 
     /// Adds a bucket's traffic to a sum.
@@ -455,8 +479,10 @@ mod tests {
                     (0..4).flat_map(|z| Offload::ALL.map(|o| (z, o))).flat_map(|(z, o)| Home::ALL.map(|home| (Zero(z), o, home)))
                 {
                     let sync = terms.sync(&layer, States { zero, offload }, home);
+                    let activations = [None, Some(Store::Cpu), Some(Store::Nvme)][round as usize % 3];
+                    let sync = terms.storing(sync, draw(1 << 22), activations);
                     let (gather, reduce, _) = sync.every.in_passes(zero);
-                    let traffic = (1 + u64::from(layer.reads_back)) * (gather + sync.every.fetch) + reduce + sync.every.carry;
+                    let traffic = (1 + u64::from(layer.reads_back)) * (gather + sync.every.fetch) + reduce + sync.every.carry + 2 * sync.frame.1;
                     // Where the greater of compute and traffic changes, and where roundings show.
                     let passes = [draw(30), traffic / 2 + draw(9), traffic + draw(9), traffic * 3 + draw(1000)][round as usize % 4];
                     let least = sync.least_time(passes);
@@ -465,11 +491,11 @@ mod tests {
                         assert!(time >= least, "{text}, {zero:?} {offload:?} {home:?}: {forward} of {passes} takes {time}, at least {least}");
                     }
                     assert!(sync.least_time(passes + 1) >= least, "more compute takes no less");
-                    if gather + sync.every.fetch == 0 {
+                    if gather + sync.every.fetch + sync.frame.1 == 0 {
                         assert_eq!(sync.terms(Nanos(0), Nanos(passes)).time, least, "{text}, {zero:?} {offload:?} {home:?}");
                         tight += u64::from(traffic > 0);
                     }
-                    if zero.0 <= 1 && !offload.is_in_passes() {
+                    if zero.0 <= 1 && !offload.is_in_passes() && activations.is_none() {
                         let third = passes / 3;
                         assert_eq!(sync.parted(Nanos(third), Nanos(third), Nanos(passes - 2 * third)).time, least);
                     }

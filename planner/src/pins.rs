@@ -3,7 +3,7 @@
 //! `key=value,…`; values of one key joined by `+` are all allowed; `zero`, `offload` and `recompute` may be for a range of layers, and then rule there alone.
 
 use crate::machine::nearest;
-use dplan_ir::plan::{Offload, Plan, Recompute, Schedule, Wire, Zero};
+use dplan_ir::plan::{Away, Plan, Recompute, Schedule, Wire, Zero};
 use std::fmt;
 
 /// What is wrong with a pin.
@@ -93,7 +93,7 @@ pub struct Pins {
     /// Whether tensor-parallel axes shard the sequences of layer boundaries, dim 1 (`sp`).
     pub boundary: Allowed<bool>,
     pub zero: PerLayer<Zero>,
-    pub offload: PerLayer<Offload>,
+    pub offload: PerLayer<Away>,
     pub recompute: PerLayer<Recompute>,
     /// What gradients are exchanged in; it changes numbers, so it is no choice of the planner's, and full where nothing is said.
     pub wire: Option<Wire>,
@@ -256,7 +256,7 @@ impl fmt::Display for Pins {
         );
         parts.extend(self.zero.everywhere.values().map(|v| format!("zero={}", zeros(v))));
         parts.extend(self.zero.ranges.iter().map(|(a, b, v)| format!("zero@{a}-{b}={}", zeros(v))));
-        let offloads = |v: &[Offload]| join(v.iter().map(|&o| o.name().to_string()).collect());
+        let offloads = |v: &[Away]| join(v.iter().map(|a| a.name()).collect());
         parts.extend(self.offload.everywhere.values().map(|v| format!("offload={}", offloads(v))));
         parts.extend(self.offload.ranges.iter().map(|(a, b, v)| format!("offload@{a}-{b}={}", offloads(v))));
         parts.extend(self.recompute.everywhere.values().map(|v| format!("recompute={}", recomputes(v))));
@@ -300,12 +300,9 @@ fn recompute(value: &str) -> Option<Parsed<Recompute>> {
 }
 
 /// Values that are planned for are known, and not supported yet.
-fn offload(value: &str) -> Option<Parsed<Offload>> {
-    match Offload::from_name(value) {
-        Some(offload) => Some(Ok(offload)),
-        None if value == "activations" => None,
-        None => Some(Err("`none`, `optimizer`, `gradients` (and optimizer) or `parameters` (and both), with `:nvme` to a file")),
-    }
+fn offload(value: &str) -> Option<Parsed<Away>> {
+    let known = "`none`; `optimizer`, `gradients` or `parameters`, `activations`, or both joined by `/`; each also with `:nvme`";
+    Some(Away::from_name(value).ok_or(known))
 }
 
 fn wire(value: &str) -> Option<Parsed<Wire>> {
@@ -339,7 +336,7 @@ mod tests {
             "",
             "dp=2,tp=1+2,pp=4,cp=1+2,ep=2,micro=1",
             "schedule=gpipe+1f1b+zb-v,virtual=1+2,sp=off",
-            "zero=0+1,zero@0-11=3,offload=none+optimizer:nvme,offload@2-3=optimizer,recompute=none,recompute@4-4=selective+full",
+            "zero=0+1,zero@0-11=3,offload=none+optimizer:nvme/activations,offload@2-3=optimizer+activations:nvme,recompute=none,recompute@4-4=selective+full",
             "micro=2,wire=bf16",
         ] {
             assert_eq!(Pins::parse(text).unwrap().to_string(), text);
@@ -367,8 +364,8 @@ mod tests {
             ("tp=2,tp=4", "pins `tp=2` and `tp=4` contradict"),
             ("zero@0-3=1,zero@2-5=3", "pins `zero@0-3=1` and `zero@2-5=3` contradict"),
             ("cp=0", "`0` is not a positive whole number"),
-            ("offload=activations", "not supported yet"),
-            ("offload=everything", "`none`, `optimizer`, `gradients`"),
+            ("offload=activations/optimizer", "`activations`, or both joined by `/`"),
+            ("offload=everything", "`none`; `optimizer`, `gradients`"),
             ("schedule=pipedream", "not supported yet"),
             ("schedule=fast", "gpipe, 1f1b, interleaved, zb-h1, zb-v"),
             ("recompute=some", "`none`, `selective` or `full`"),

@@ -18,7 +18,7 @@ use dplan_ir::entity::ValueId;
 use dplan_ir::graph::Graph;
 use dplan_ir::mesh::Mesh;
 use dplan_ir::pipeline::Slots;
-use dplan_ir::plan::{Plan, States};
+use dplan_ir::plan::{Plan, Residence};
 use dplan_ir::program::Pattern;
 use dplan_ir::reshard::Step;
 use dplan_ir::sharded::Stmt;
@@ -118,18 +118,19 @@ pub fn predict(graph: &Graph, classes: &[u32], cluster: &Cluster, plan: &Plan) -
     for stage in 0..p {
         let terms = terms(seats[stage as usize].site);
         let (mut time, mut sum, mut part) = (StageTime::default(), StageTime::default(), Parts::default());
-        let mut bytes: Vec<(&LayerBytes, States, Slots)> = Vec::new();
+        let mut bytes: Vec<(&LayerBytes, Residence, Slots)> = Vec::new();
         for (c, slots) in pipeline.virtual_stages_of(stage).zip(pipeline.slots(stage)) {
             let (cut, work) = (&plan.stages[c as usize], &mut works[c as usize]);
             for at in cut.first as usize..=cut.last as usize {
-                let (layer, states) = (&layers[at], plan.layer(at as u32).states());
+                let (layer, residence) = (&layers[at], plan.layer(at as u32).residence());
                 let home = match tied[at] {
                     false => Home::Together,
                     true if (0..at).any(|l| tied[l] && stage_of[l] == stage) => Home::Repeated,
                     true if (0..tied.len()).any(|l| tied[l] && stage_of[l] != stage) => Home::Apart,
                     true => Home::Together,
                 };
-                let sync = terms.sync(layer.bytes(), states, home);
+                let sync = terms.sync(layer.bytes(), residence.states, home);
+                let sync = terms.storing(sync, layer.bytes().frame, residence.activations);
                 let terms = match &layer.halves {
                     Some(halves) => sync.parted(layer.option.forward, halves.input, halves.weight),
                     None => sync.terms(layer.option.forward, layer.option.backward),
@@ -144,7 +145,7 @@ pub fn predict(graph: &Graph, classes: &[u32], cluster: &Cluster, plan: &Plan) -
                 part.optimizer += Nanos(sync.update());
                 part.offload += Nanos(sync.offload());
                 part.exposed_comm += Nanos(m * (terms.time - compute) + terms.end - sync.update() - sync.offload());
-                bytes.push((layer.bytes(), states, slots));
+                bytes.push((layer.bytes(), residence, slots));
             }
             let next = Some(c + 1).filter(|&n| n < pipeline.all_virtual()).map(|n| pipeline.stage_of(n)).filter(|&n| n != stage);
             if let Some(next) = next {

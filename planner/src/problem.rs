@@ -5,20 +5,21 @@ use crate::pins::Pins;
 use crate::placement::Site;
 use crate::prices::{Floor, Prices, Reference};
 use crate::space::Tuple;
-use dplan_ir::plan::{Clip, Offload, Recompute, States, Zero};
+use dplan_ir::plan::{Away, Clip, Recompute, Residence, States, Zero};
 
 /// Layers that are alike and are pinned alike.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Kind {
     pub class: u32,
     pub zero: Vec<Zero>,
-    pub offload: Vec<Offload>,
+    pub away: Vec<Away>,
     pub recompute: Vec<Recompute>,
 }
 
 impl Kind {
-    /// Where the states of its layers may live in a tuple: ranks that share nothing have one ZeRO stage, and with backward passes in halves parameters and gradients stay, whole.
-    pub fn states(&self, tuple: &Tuple) -> impl Iterator<Item = States> {
+    /// Where its layers may live in a tuple: ranks that share nothing have one ZeRO stage, and with backward passes in halves parameters and gradients stay, whole, and
+    /// activations.
+    pub fn residences(&self, tuple: &Tuple) -> impl Iterator<Item = Residence> {
         let most = match (tuple.dp * tuple.cp, tuple.pipeline().parts_backward()) {
             (1, _) => 0,
             (_, true) => 1,
@@ -26,8 +27,8 @@ impl Kind {
         };
         let zeros = self.zero.iter().copied().filter(move |z| z.0 <= most);
         let parted = tuple.pipeline().parts_backward();
-        let offloads = move || self.offload.iter().filter(move |o| !(parted && o.is_in_passes()));
-        zeros.flat_map(move |zero| offloads().map(move |&offload| States { zero, offload }))
+        let ways = move || self.away.iter().filter(move |a| !(parted && a.is_in_passes()));
+        zeros.flat_map(move |zero| ways().map(move |a| Residence { states: States { zero, offload: a.states }, activations: a.activations }))
     }
 }
 
@@ -60,8 +61,8 @@ pub fn device_limit(prices: &dyn Prices, site: Site, limit: Option<u64>) -> u64 
 }
 
 /// The ways of offloading that are searched: none, and those that are pinned.
-fn searched(pins: &Pins) -> Vec<Offload> {
-    Offload::ALL.into_iter().filter(|&o| pins.offload.is_pinned() || o == Offload::None).collect()
+fn searched(pins: &Pins) -> Vec<Away> {
+    Away::all().filter(|&a| pins.offload.is_pinned() || a == Away::default()).collect()
 }
 
 impl Problem {
@@ -72,8 +73,8 @@ impl Problem {
         let layers = prices.classes().iter().zip(0..).map(|(&class, layer)| {
             let zero = (0..=3).map(Zero).filter(|z| pins.zero.allows(layer, z)).collect();
             let recompute = Recompute::ALL.into_iter().filter(|r| pins.recompute.allows(layer, r)).collect();
-            let offload = searched(&pins).into_iter().filter(|o| pins.offload.allows(layer, o)).collect();
-            let kind = Kind { class, zero, offload, recompute };
+            let away = searched(&pins).into_iter().filter(|a| pins.offload.allows(layer, a)).collect();
+            let kind = Kind { class, zero, away, recompute };
             kinds.iter().position(|k| *k == kind).unwrap_or_else(|| {
                 kinds.push(kind);
                 kinds.len() - 1

@@ -18,7 +18,7 @@ use crate::units::{Bytes, Nanos};
 use dplan_ir::dtype::DType;
 use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::Optimizer;
-use dplan_ir::plan::{Clip, LayerPlan, Offload, Plan, StagePlan, Store};
+use dplan_ir::plan::{Away, Clip, LayerPlan, Plan, StagePlan, Store};
 
 /// Everything that decides the answer.
 pub struct Request<'a> {
@@ -47,6 +47,18 @@ pub enum Solver {
     Exact,
     /// Integer programs ([`crate::integer`]): slower, and other code.
     Ilp,
+}
+
+/// How far a space is widened by offloading, where memory asks for it: no further than it does, for with every way the space is larger, and the proof takes longer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Reach {
+    States,
+    /// These too.
+    Activations,
+}
+
+impl Reach {
+    const ALL: [Reach; 2] = [Reach::States, Reach::Activations];
 }
 
 /// The best plan, and what is known about all others.
@@ -211,18 +223,23 @@ impl<'a> Planner<'a> {
         })
     }
 
-    /// The best plan if states may be offloaded too, or the one at hand if that is better. Where hosts have too little for the best plan, others that they have enough
-    /// for are not looked for, so that what goes to files is not proved the best.
+    /// The best plan if states may be offloaded too (and activations, where nothing fits without), or the one at hand if that is better. Where hosts have too little for the
+    /// best plan, others that they have enough for are not looked for, so that what goes to files is not proved the best.
     fn widened(&mut self, without: Outcome, solver: Solver, late: &dyn Fn() -> bool) -> Result<Outcome, SolverFault> {
         let narrow = self.problem.clone();
         let (mut outcome, mut beyond) = (without.clone(), None);
-        for &store in self.stores() {
-            self.offload(store);
-            outcome = self.explore(solver, late)?;
-            if !outcome.best.as_ref().is_some_and(|found| self.is_too_much_for_the_host(found)) {
+        for reach in Reach::ALL {
+            for &store in self.stores() {
+                self.offload(reach, store);
+                outcome = self.explore(solver, late)?;
+                if !outcome.best.as_ref().is_some_and(|found| self.is_too_much_for_the_host(found)) {
+                    break;
+                }
+                beyond = Some(outcome.statistics.lower_bound);
+            }
+            if outcome.best.is_some() || !outcome.statistics.proved {
                 break;
             }
-            beyond = Some(outcome.statistics.lower_bound);
         }
         let objective = |of: &Outcome| of.best.as_ref().map_or(u64::MAX, |found| found.solution.objective);
         if objective(&without) <= objective(&outcome) && without.best.is_some() {
@@ -255,9 +272,9 @@ impl<'a> Planner<'a> {
     }
 
     /// Widens the space by offloading to a store.
-    fn offload(&mut self, to: Store) {
+    fn offload(&mut self, reach: Reach, to: Store) {
         let mut pins = self.problem.pins.clone();
-        let ways = Offload::ALL.into_iter().filter(|o| o.store().is_none_or(|store| store == to));
+        let ways = Away::all().filter(|a| a.stores().all(|store| store == to) && (reach == Reach::Activations || a.activations.is_none()));
         pins.offload.everywhere = Allowed::only(ways.collect());
         self.problem = self.problem.under(&self.prices, pins);
     }
@@ -265,7 +282,7 @@ impl<'a> Planner<'a> {
     /// The fewest devices on which a plan fits, in whole nodes where there are several. As in a search, memory asks for offloading unless pins forbid it.
     pub fn fewest_devices(&mut self) -> Fewest {
         if !self.problem.pins.offload.is_pinned() {
-            self.offload(self.stores()[0]);
+            self.offload(Reach::Activations, self.stores()[0]);
         }
         let deadline = self.request.deadline;
         self.fewest_above(0, &move || deadline.is_some_and(|late| late()))
@@ -339,7 +356,7 @@ pub fn plan(problem: &Problem, found: &Found) -> Plan {
 /// A choice, as a plan says it.
 pub fn layer_plan(menus: &Menus, row: usize, choice: u32) -> LayerPlan {
     let choice = &menus.choices[row][choice as usize];
-    menus.offers[row][choice.offer as usize].option.plan(choice.states)
+    menus.offers[row][choice.offer as usize].option.plan(choice.residence)
 }
 
 /// The best plan for a request.

@@ -164,13 +164,41 @@ fn refusals_say_what_would_do() {
         let found = refusal(cluster, batch, pins, limit);
         assert!(found.contains(says), "{cluster} {batch} {pins}: {found}");
     }
-    let found = refusal("cpu:1", 8, "", Some(1_000_000));
+    let found = refusal("cpu:1", 8, "", Some(600_000));
     let fewest: u64 = found.rsplit(' ').next().and_then(|n| n.parse().ok()).unwrap_or_else(|| panic!("{found}"));
     for devices in 1..=fewest {
         let cluster = Cluster::parse(&format!("cpu:{devices}")).unwrap();
-        let request = Request { memory_limit: Some(Bytes(1_000_000)), ..request(&graph, &classes, &cluster, 8, "") };
+        let request = Request { memory_limit: Some(Bytes(600_000)), ..request(&graph, &classes, &cluster, 8, "") };
         assert_eq!(Planner::new(request).and_then(|mut p| p.search()).is_ok(), devices == fewest, "{devices} devices: {found}");
     }
+}
+
+/// Where states elsewhere leave too little room still, activations go too, and no sooner.
+#[test]
+fn activations_are_offloaded_where_states_are_not_enough() {
+    let graph = llama(SIZES, DType::F32);
+    let classes = dplan_ir::layers::classes(&graph);
+    let cluster = Cluster::parse("cpu:1").unwrap();
+    let answer = |limit: u64, pins: &str| {
+        let request = Request { memory_limit: Some(Bytes(limit)), ..request(&graph, &classes, &cluster, 8, pins) };
+        Planner::new(request).and_then(|mut p| p.search())
+    };
+    let states = "offload=none+optimizer:nvme+gradients:nvme+parameters:nvme";
+    let mut seen = [0; 3];
+    for limit in (500_000..4_000_000).step_by(250_000) {
+        let answers = [answer(limit, "offload=none"), answer(limit, states), answer(limit, "")];
+        assert!(answers.iter().all(|a| matches!(a, Ok(_) | Err(Refusal::Infeasible(_)))), "{limit}");
+        let [none, states, free] = answers.map(Result::ok);
+        let stored = free.as_ref().is_some_and(|a| a.plan.options.iter().any(|o| o.activations.is_some()));
+        assert_eq!(stored, free.is_some() && states.is_none(), "{limit}");
+        assert!(free.is_some() || states.is_none() && none.is_none(), "{limit}");
+        if none.is_none() && states.is_some() {
+            assert_eq!(free.map(|a| a.objective), states.map(|a| a.objective), "{limit}");
+            seen[1] += 1;
+        }
+        (seen[0], seen[2]) = (seen[0] + usize::from(none.is_some()), seen[2] + usize::from(stored));
+    }
+    assert!(seen.iter().all(|&n| n > 0), "{seen:?} fit without, with states and with activations elsewhere");
 }
 
 /// Where memory asks for offloading, the fewest devices are those that do with it.

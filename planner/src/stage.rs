@@ -419,18 +419,25 @@ mod tests {
     use super::*;
     use dplan_ir::splitmix;
 
-    /// Against all ways of all layers, where each has its own workspace and ring.
+    /// Against all ways of all layers, where each has its own workspace and ring; and with its frame elsewhere two of them in the ring, and more time.
     #[test]
     fn no_way_of_running_a_bag_is_better_than_its_relaxation() {
         let (mut random, mut kept) = (3, 0);
-        for _ in 0..20_000 {
+        for round in 0..20_000 {
             let mut draw = |from: u64, to: u64| from + splitmix::next(&mut random) % (to - from);
             let repeats = draw(1, 5);
             let mut menu = |_| -> Vec<Choice> {
                 let count = draw(1, 6);
-                (0..count)
-                    .map(|_| Choice::that_takes(StageTime { time: draw(1, 100), end: draw(0, 50) }, draw(1, 60), draw(0, 4) * 9, draw(0, 4) * 9))
-                    .collect()
+                let mut choices = Vec::new();
+                for _ in 0..count {
+                    let (StageTime { time, end }, states) = (StageTime { time: draw(1, 100), end: draw(0, 50) }, draw(1, 60));
+                    let (workspace, ring, frame) = (draw(0, 4) * 9, draw(0, 4) * 9, if round % 2 == 0 { 0 } else { draw(0, 30) });
+                    choices.push(Choice::that_takes(StageTime { time, end }, states + frame, workspace, ring));
+                    if frame > 0 {
+                        choices.push(Choice::that_takes(StageTime { time: time + frame / 3, end }, states, workspace, ring + 2 * frame));
+                    }
+                }
+                choices
             };
             let menus: Vec<Vec<Choice>> = (0..2).map(&mut menu).collect();
             let room = draw(20, 200);

@@ -4,7 +4,7 @@
 mod drawn;
 mod enumeration;
 
-use dplan_ir::plan::{Offload, Placement, Schedule, States, Store};
+use dplan_ir::plan::{Offload, Placement, Residence, Schedule, Store};
 use dplan_planner::baselines::{Node, baselines, offloaded_is_quicker};
 use dplan_planner::bound;
 use dplan_planner::certificate::check;
@@ -20,7 +20,8 @@ use enumeration::enumerate;
 use std::cell::Cell;
 use std::collections::BTreeMap;
 
-const DIMENSIONS: [&str; 13] = ["dp", "tp", "cp", "ep", "pp", "micro", "schedule", "boundary", "zero", "offload", "recompute", "tie", "groups"];
+const DIMENSIONS: [&str; 14] =
+    ["dp", "tp", "cp", "ep", "pp", "micro", "schedule", "boundary", "zero", "offload", "activations", "recompute", "tie", "groups"];
 
 /// The dimensions in which an instance leaves a choice.
 fn open_dimensions(problem: &Problem, prices: &mut Drawn) -> Vec<&'static str> {
@@ -42,8 +43,11 @@ fn open_dimensions(problem: &Problem, prices: &mut Drawn) -> Vec<&'static str> {
     if shared && problem.kinds.iter().any(|k| k.zero.len() > 1) {
         open.push("zero");
     }
-    if problem.kinds.iter().any(|k| k.offload.len() > 1) {
+    if problem.kinds.iter().any(|k| k.away.iter().any(|a| a.states != k.away[0].states)) {
         open.push("offload");
+    }
+    if problem.kinds.iter().any(|k| k.away.iter().any(|a| a.activations != k.away[0].activations)) {
+        open.push("activations");
     }
     if problem.kinds.iter().any(|k| k.recompute.len() > 1) {
         open.push("recompute");
@@ -60,7 +64,7 @@ fn open_dimensions(problem: &Problem, prices: &mut Drawn) -> Vec<&'static str> {
 
 #[test]
 fn the_search_finds_what_enumeration_finds() {
-    let (mut infeasible, mut tied, mut staged, mut tight, mut context, mut experts) = (0, 0, 0, 0, 0, 0);
+    let (mut infeasible, mut tied, mut staged, mut tight, mut stored, mut context, mut experts) = (0, 0, 0, 0, 0, 0, 0);
     let mut pairs: BTreeMap<(&str, &str), usize> = BTreeMap::new();
     // Of the instances that integer programs solved too, those with contexts, and with experts, shared out, and those on unlike devices.
     let mut by_programs = (0, 0, 0);
@@ -91,7 +95,8 @@ fn the_search_finds_what_enumeration_finds() {
         staged += usize::from(best.menus.tuple.pp > 1);
         context += usize::from(best.menus.tuple.cp > 1);
         experts += usize::from(best.menus.tuple.ep > 1);
-        tight += usize::from(states(&best, &problem).any(|s| s.zero.0 > 0));
+        tight += usize::from(residences(&best, &problem).any(|r| r.states.zero.0 > 0));
+        stored += usize::from(residences(&best, &problem).any(|r| r.activations.is_some()));
         if best.menus.sites.len() > 1 {
             unlike.0 += 1;
             unlike.1 += usize::from(best.menus.tuple.placement != Placement::default());
@@ -107,8 +112,8 @@ fn the_search_finds_what_enumeration_finds() {
     }
     // The instances must be of all sorts, or they prove little.
     assert!(
-        infeasible >= 10 && tied >= 20 && staged >= 20 && tight >= 20 && context >= 20 && experts >= 20,
-        "{infeasible} infeasible, {tied} tied, {staged} staged, {tight} with ZeRO, {context} with contexts, {experts} with experts shared out"
+        infeasible >= 10 && tied >= 20 && staged >= 20 && tight >= 20 && stored >= 20 && context >= 20 && experts >= 20,
+        "{infeasible} infeasible, {tied} tied, {staged} staged, {tight} with ZeRO, {stored} with offloaded activations, {context} with contexts, {experts} with experts shared out"
     );
     assert!(
         by_programs.0 >= 5 && by_programs.1 >= 5 && by_programs.2 >= 5,
@@ -120,19 +125,23 @@ fn the_search_finds_what_enumeration_finds() {
     );
 }
 
-/// What is kept of each layer's states, and where.
-fn states<'a>(best: &'a Found, problem: &'a Problem) -> impl Iterator<Item = States> + 'a {
-    best.choices(&problem.layers).into_iter().map(|(row, choice)| best.menus.choices[row][choice as usize].states)
+/// Where each layer lives.
+fn residences<'a>(best: &'a Found, problem: &'a Problem) -> impl Iterator<Item = Residence> + 'a {
+    best.choices(&problem.layers).into_iter().map(|(row, choice)| best.menus.choices[row][choice as usize].residence)
 }
 
 /// In one byte less than any plan without offloading needs.
 #[test]
 fn where_only_offloading_fits_too() {
-    let (mut compared, mut in_halves) = (0, 0);
+    let (mut compared, mut stored, mut in_halves) = (0, 0, 0);
     for seed in 0..1100 {
         let Instance { mut prices, problem } = instance(seed, 3, 2);
         // Few instances are pipelines long enough for halves.
-        let schedule = if seed < 200 { "schedule=1f1b" } else { "schedule=zb-h1" };
+        let (schedule, way) = match seed {
+            0..150 => ("schedule=1f1b", "none+optimizer"),
+            150..300 => ("schedule=1f1b", "none+activations"),
+            _ => ("schedule=zb-h1", "none+optimizer"),
+        };
         let with = |prices: &Drawn, offload: &str, budget: u64| {
             let pins = Pins::parse(&format!("{schedule},offload={offload}")).unwrap();
             Problem { budget, ..problem.under(prices, pins) }
@@ -141,23 +150,25 @@ fn where_only_offloading_fits_too() {
             let nothing = with(&prices, offload, 0);
             infeasible::shortage(&nothing, &mut prices).map(|s| s.bytes)
         };
-        let (Some(device), Some(host)) = (least("none"), least("none+optimizer")) else { continue };
+        let (Some(device), Some(host)) = (least("none"), least(way)) else { continue };
         if host >= device {
             continue;
         }
-        let problem = with(&prices, "none+optimizer", device - 1);
+        let problem = with(&prices, way, device - 1);
         let best = explore(&problem, &mut prices, &|| false).best.unwrap_or_else(|| panic!("seed {seed}: {host} bytes are enough"));
         let truth = enumerate(&problem, &mut prices);
         assert_eq!(Some(best.solution.objective), truth, "seed {seed}: {problem:?}");
-        assert!(states(&best, &problem).any(|s| s.offload == Offload::Optimizer(Store::Cpu)), "seed {seed}");
+        let is_away = |r: Residence| r.states.offload == Offload::Optimizer(Store::Cpu) || r.activations == Some(Store::Cpu);
+        assert!(residences(&best, &problem).any(is_away), "seed {seed}");
         if compared % 3 == 0 {
             let integer = integer::explore(&problem, &mut prices, &|| false).unwrap();
             assert_eq!(integer.best.map(|b| b.solution.objective), truth, "integer programs, seed {seed}: {problem:?}");
         }
         compared += 1;
         in_halves += usize::from(best.menus.tuple.schedule == Schedule::ZbH1);
+        stored += usize::from(way == "none+activations");
     }
-    assert!(compared >= 50 && in_halves >= 5, "{compared} compared, {in_halves} in halves");
+    assert!(compared >= 50 && stored >= 20 && in_halves >= 5, "{compared} compared, {stored} of activations, {in_halves} in halves");
 }
 
 #[test]

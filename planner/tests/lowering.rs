@@ -5,7 +5,7 @@ use dplan_ir::graph::{Graph, Node};
 use dplan_ir::mesh::AxisSet;
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::pipeline::Slots;
-use dplan_ir::plan::{Clip, Offload, Plan, States, Wire};
+use dplan_ir::plan::{Clip, Offload, Plan, Residence, Wire};
 use dplan_ir::program::{ALIGN, Channel, Content, Instr, Pattern, Program, Role, SegmentKind, StageProgram, Stream};
 use dplan_planner::drawn::{self, Dice};
 use dplan_planner::lower::{self, Sharder};
@@ -40,10 +40,10 @@ fn the_arena_is_the_formula_to_the_byte() {
             (0..sharder.layers()).map(|l| sharder.layer(l, plan.layer(l)).unwrap().bytes(&graph, &sharder.mesh, &sharder.padded)).collect();
         let pipeline = plan.pipeline();
         for (s, program) in program.stages.iter().enumerate() {
-            let mut of_stage: Vec<(&LayerBytes, States, Slots)> = Vec::new();
+            let mut of_stage: Vec<(&LayerBytes, Residence, Slots)> = Vec::new();
             for (c, slots) in pipeline.virtual_stages_of(s as u64).zip(pipeline.slots(s as u64)) {
                 let cut = &plan.stages[c as usize];
-                of_stage.extend((cut.first..=cut.last).map(|l| (&layers[l as usize], plan.layer(l).states(), slots)));
+                of_stage.extend((cut.first..=cut.last).map(|l| (&layers[l as usize], plan.layer(l).residence(), slots)));
             }
             let types = StateTypes { compute: plan.compute, optimizer: plan.optimizer, wire: plan.wire };
             let position = StagePosition { pipeline, stage: s as u64, boundary: sharder.boundary_bytes() };

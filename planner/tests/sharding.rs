@@ -58,7 +58,14 @@ fn sharder(graph: &Graph) -> Sharder<'_> {
 }
 
 fn plainly(sharder: &Sharder<'_>, layer: u32, recompute: Recompute, gathered: Gathered) -> LayerPlan {
-    LayerPlan { zero: Zero(0), offload: Offload::None, recompute, gathered, strategy: textbook(sharder.graph, &sharder.mesh, layer) }
+    LayerPlan {
+        zero: Zero(0),
+        offload: Offload::None,
+        activations: None,
+        recompute,
+        gathered,
+        strategy: textbook(sharder.graph, &sharder.mesh, layer),
+    }
 }
 
 /// Forward nodes that run in the backward pass, and gathers there.

@@ -14,7 +14,7 @@ use dplan_ir::documents;
 use dplan_ir::dtype::DType;
 use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::Optimizer;
-use dplan_ir::plan::{Clip, Offload};
+use dplan_ir::plan::{Away, Clip};
 use dplan_planner::machine::{Cluster, Machine};
 use dplan_planner::pins::Pins;
 use dplan_planner::request::{Refusal, Solver};
@@ -118,10 +118,10 @@ fn of_hosts(compiled: &Compiled, limit: Option<Bytes>) -> Vec<String> {
     if let Some(limit) = limit.filter(|limit| taken > *limit) {
         notes.push(format!("offloading is pinned, and {taken} a device are in the host's memory, of which there is to be {limit}"));
     }
-    let offloads = compiled.file.plan.options.iter().any(|o| o.offload != Offload::None);
+    let offloads = compiled.file.plan.options.iter().any(|o| o.away() != Away::default());
     if offloads && compiled.file.cluster.groups().iter().any(|machine| is_gpu(&machine)) {
         notes.push(format!(
-            "states are offloaded ({taken} a device to the host's memory), which ranks on GPUs do not do yet; --pin offload=none leaves it out"
+            "states or activations are offloaded ({taken} a device to the host's memory), which ranks on GPUs do not do yet; --pin offload=none leaves it out"
         ));
     }
     notes

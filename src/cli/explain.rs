@@ -5,7 +5,7 @@ use super::{Outcome, Result, args, report};
 use crate::planfile::{PlanFile, assignment_text};
 use anyhow::Context;
 use dplan_ir::layers;
-use dplan_ir::plan::{Gathered, LayerPlan, Offload, Plan, Schedule, Store};
+use dplan_ir::plan::{Away, Gathered, LayerPlan, Plan, Schedule, Store};
 use dplan_ir::rule::Assignment;
 use dplan_planner::explain::{Alternative, Note, explain};
 use dplan_planner::pins::Pins;
@@ -41,9 +41,10 @@ pub fn run(args: Args) -> Result<Outcome> {
         return why_not(&file, &classes, &chosen, pins, &args);
     }
     // Offloading is in the space where the plan has it.
-    let stores: Vec<Store> = file.plan.options.iter().filter_map(|o| o.offload.store()).collect();
-    let ways = Offload::ALL.into_iter().filter(|o| o.store().is_none_or(|store| stores.contains(&store)));
-    let ways: Vec<&str> = ways.map(Offload::name).collect();
+    let stores: Vec<Store> = file.plan.options.iter().flat_map(|o| o.away().stores()).collect();
+    let has_stored = file.plan.options.iter().any(|o| o.activations.is_some());
+    let is_in_space = |a: &Away| a.stores().all(|store| stores.contains(&store)) && (has_stored || a.activations.is_none());
+    let ways: Vec<String> = Away::all().filter(is_in_space).map(Away::name).collect();
     let space = Pins::parse(&if stores.is_empty() { String::new() } else { format!("offload={}", ways.join("+")) })?;
     let mut planner = Planner::new(request(&file, &classes, space, &args)).map_err(|why| anyhow::anyhow!("{}: {why}", args.plan.display()))?;
     let notes = explain(&planner.problem, &mut planner.prices, &file.plan)
@@ -135,8 +136,8 @@ fn request<'a>(file: &'a PlanFile, classes: &'a [u32], mut pins: Pins, args: &Ar
 /// A note for people: what was chosen and costs, the next best, and what memory forbids.
 fn text(file: &PlanFile, note: &Note, chosen: &Prediction) -> String {
     let span = if note.first == note.last { format!("layer {}", note.first) } else { format!("layers {}-{}", note.first, note.last) };
-    let LayerPlan { zero, offload, recompute, .. } = &note.plan;
-    let offloaded = if *offload == Offload::None { String::new() } else { format!(" offload {}", offload.name()) };
+    let (LayerPlan { zero, recompute, .. }, away) = (&note.plan, note.plan.away());
+    let offloaded = if away == Away::default() { String::new() } else { format!(" offload {}", away.name()) };
     let devices = report::devices(file, note.stage as u64).map_or(String::new(), |on| format!(" ({on})"));
     let mut out = format!("{span} on stage {}{devices}: zero {}{offloaded} recompute {}", note.stage, zero.0, recompute.name());
     let each = if note.first == note.last { "" } else { " each" };
@@ -167,7 +168,7 @@ fn object(file: &PlanFile, note: &Note, chosen: &Prediction) -> Value {
     };
     let mut object = json!({
         "layers": [note.first, note.last], "stage": note.stage,
-        "zero": note.plan.zero.0, "offload": note.plan.offload.name(), "recompute": note.plan.recompute.name(),
+        "zero": note.plan.zero.0, "offload": note.plan.away().name(), "recompute": note.plan.recompute.name(),
         "micro_batch_seconds": note.time.seconds(), "end_seconds": note.end.seconds(),
         "states_bytes": note.states.0, "frame_bytes": note.frame.0, "arena_bytes": note.arena.0,
         "next": note.next.as_ref().map(other), "denied": note.denied.as_ref().map(other),
@@ -188,8 +189,8 @@ fn change(file: &PlanFile, note: &Note, other: &LayerPlan) -> String {
     if was.zero != other.zero {
         parts.push(format!("zero {} -> {}", was.zero.0, other.zero.0));
     }
-    if was.offload != other.offload {
-        parts.push(format!("offload {} -> {}", was.offload.name(), other.offload.name()));
+    if was.away() != other.away() {
+        parts.push(format!("offload {} -> {}", was.away().name(), other.away().name()));
     }
     if was.recompute != other.recompute {
         parts.push(format!("recompute {} -> {}", was.recompute.name(), other.recompute.name()));

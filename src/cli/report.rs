@@ -6,7 +6,7 @@ use crate::compile::Compiled;
 use crate::import::Model;
 use crate::planfile::PlanFile;
 use dplan_ir::dtype::DType;
-use dplan_ir::plan::{Offload, Plan};
+use dplan_ir::plan::{Away, Plan};
 use dplan_planner::baselines::Baseline;
 use dplan_planner::machine::Machine;
 use dplan_planner::predict::Prediction;
@@ -101,7 +101,7 @@ pub fn chosen(file: &PlanFile) -> Value {
         "micro_batch": plan.micro_batch, "micro_batches": plan.micro_batches, "sp": plan.boundary.is_some(), "stages": stages,
         "layers": (0..plan.layers.len() as u32).map(|l| {
             let o = plan.layer(l);
-            json!({ "zero": o.zero.0, "offload": o.offload.name(), "recompute": o.recompute.name() })
+            json!({ "zero": o.zero.0, "offload": o.away().name(), "recompute": o.recompute.name() })
         }).collect::<Vec<_>>(),
     })
 }
@@ -207,7 +207,7 @@ pub fn choice(file: &PlanFile) -> String {
             .map(|&(first, last, option)| {
                 let o = &plan.options[option as usize];
                 let span = if first == last { format!("{first}") } else { format!("{first}-{last}") };
-                let offload = if o.offload == Offload::None { String::new() } else { format!(" offload {}", o.offload.name()) };
+                let offload = if o.away() == Away::default() { String::new() } else { format!(" offload {}", o.away().name()) };
                 format!("{span} zero {}{offload} recompute {}", o.zero.0, o.recompute.name())
             })
             .collect();

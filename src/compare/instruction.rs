@@ -107,7 +107,7 @@ pub fn local_types(graph: &Graph, program: &Program, stage: usize, buffers: &[Bu
                 (graph.params[*param].value, member.sharding.clone())
             }
             // A scalar stands for the loss, which nothing is priced by.
-            Content::Scalar(_) | Content::Trust { .. } | Content::Flat { .. } | Content::Wire { .. } | Content::Scratch => {
+            Content::Scalar(_) | Content::Trust { .. } | Content::Flat { .. } | Content::Wire { .. } | Content::Frame | Content::Scratch => {
                 return Some(LocalType { dtype: buffer.dtype, dims: Vec::new(), layout: Layout::Dense, experts: 0 });
             }
         };

@@ -81,8 +81,13 @@ fn simpler(case: &Case) -> Vec<Case> {
     }
     offer(&|c| c.ways.fill(Way::PLAIN));
     type Choice = fn(&mut Way);
-    let choices: [Choice; 4] =
-        [|w| w.zero = Zero(0), |w| w.offload = Offload::None, |w| w.recompute = Recompute::None, |w| w.gathered = Gathered::Keep];
+    let choices: [Choice; 5] = [
+        |w| w.zero = Zero(0),
+        |w| w.offload = Offload::None,
+        |w| w.activations = None,
+        |w| w.recompute = Recompute::None,
+        |w| w.gathered = Gathered::Keep,
+    ];
     for choice in choices {
         offer(&|c| c.ways.iter_mut().for_each(choice));
         for layer in 0..case.ways.len() {

@@ -3,14 +3,14 @@
 use dplan_ir::dtype::DType;
 use dplan_ir::op::Documents;
 use dplan_ir::optimizer::{DecayGroups, Optimizer};
-use dplan_ir::plan::{Clip, Gathered, Offload, Recompute, Schedule, Store, Wire};
+use dplan_ir::plan::{Away, Clip, Gathered, Offload, Recompute, Schedule, Store, Wire};
 use dplan_planner::drawn::{Boundary, Case, Dice, Ffn, Sight, Split, Way};
 
 /// One thing that a case can have.
 pub type Dimension = (&'static str, fn(&Case) -> bool);
 
 /// Everything that a case can have. Something that needs several ranks to mean anything is only counted where there are several.
-pub const DIMENSIONS: [Dimension; 65] = [
+pub const DIMENSIONS: [Dimension; 68] = [
     ("gated", |c| c.model.ffn == Ffn::Gated),
     ("plain", |c| c.model.ffn == Ffn::Plain),
     ("experts", |c| c.model.ffn == Ffn::Experts),
@@ -61,7 +61,10 @@ pub const DIMENSIONS: [Dimension; 65] = [
     ("offload of gradients", |c| some(c, |w| matches!(w.offload, Offload::Gradients(_)))),
     ("offload of parameters", |c| some(c, |w| matches!(w.offload, Offload::Parameters(_)))),
     ("offload to a file", |c| some(c, |w| w.offload.store() == Some(Store::Nvme))),
-    ("no offload", |c| c.ways.iter().all(|w| w.offload == Offload::None)),
+    ("offload of activations", |c| some(c, |w| w.activations == Some(Store::Cpu))),
+    ("offload of activations to a file", |c| some(c, |w| w.activations == Some(Store::Nvme))),
+    ("offload of optimizer and activations", |c| some(c, |w| w.activations.is_some() && w.offload != Offload::None)),
+    ("no offload", |c| c.ways.iter().all(|w| w.away() == Away::default())),
     ("recompute none", |c| some(c, |w| w.recompute == Recompute::None)),
     ("recompute selective", |c| some(c, |w| w.recompute == Recompute::Selective)),
     ("recompute full", |c| some(c, |w| w.recompute == Recompute::Full)),

@@ -124,7 +124,13 @@ impl<'a> View<'a> {
                     }
                 }
             }
-            Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Wire { .. } | Content::Scratch => {
+            Content::Flat { .. }
+            | Content::Member { .. }
+            | Content::Scalar(_)
+            | Content::Trust { .. }
+            | Content::Wire { .. }
+            | Content::Frame
+            | Content::Scratch => {
                 vec![buffer.bytes / buffer.dtype.size()]
             }
         };
@@ -181,7 +187,9 @@ impl<'a> View<'a> {
                 Ok(member.sharding.clone())
             }
             Content::Scalar(_) => Ok(Sharding::replicated(0)),
-            Content::Flat { .. } | Content::Trust { .. } | Content::Wire { .. } | Content::Scratch => Err(format!("{id} holds no tensor")),
+            Content::Flat { .. } | Content::Trust { .. } | Content::Wire { .. } | Content::Frame | Content::Scratch => {
+                Err(format!("{id} holds no tensor"))
+            }
         }
     }
     fn local_type(&self, id: BufferId, value: ValueId, sharding: &Sharding) -> Result<LocalType, String> {

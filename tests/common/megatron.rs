@@ -32,6 +32,7 @@ pub fn plan(graph: &Graph, shape: Shape, batch: u64) -> Plan {
     let layers = graph.layer_count();
     let option = |layer| LayerPlan {
         offload: Offload::None,
+        activations: None,
         zero: Zero(shape.zero),
         recompute: shape.recompute,
         gathered: Gathered::Keep,

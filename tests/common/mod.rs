@@ -143,6 +143,9 @@ pub const PLANS: &[(&str, u32, &str)] = &[
     ("pp4 zb-h1", 4, "pp=4,schedule=zb-h1,micro=1"),
     ("tp2 pp2 zb-v recompute", 4, "tp=2,pp=2,schedule=zb-v,recompute=full,micro=1"),
     ("dp2 pp2 zb-v zero1", 4, "dp=2,pp=2,schedule=zb-v,zero=1,micro=1"),
+    ("dp2 pp2 offloaded optimizer and activations", 4, "dp=2,pp=2,zero=1,micro=1,recompute=none,offload=optimizer/activations"),
+    ("pp2 interleaved offloaded recompute", 2, "pp=2,schedule=interleaved,virtual=2,recompute=full,micro=2,offload=optimizer:nvme/activations"),
+    ("dp2 cp2 zero3 offloaded parameters and activations", 4, "dp=2,cp=2,zero=3,recompute=selective,offload=parameters/activations:nvme"),
 ];
 
 /// Compiles a small Llama with these pins, a batch of 8 and sequences of 8, into `dir`; gives the plan's path.

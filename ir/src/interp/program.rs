@@ -317,8 +317,9 @@ impl<'a> ProgramRun<'a> {
                 self.write(rank, dst, m, &zeros);
             }
             &Instr::Copy { src, dst } => {
-                let data = self.read(rank, src, m);
-                self.write(rank, dst, m, &data);
+                let [from, to] = [src, dst].map(|b| (self.buffer(rank, b).offset_at(m, &self.program.mesh, self.local(rank)) / 2) as usize);
+                let bytes = self.buffer(rank, src).bytes;
+                self.arenas[rank as usize].copy_within(from..from + (bytes / 2) as usize, to);
             }
             &Instr::AddInto { src, dst } => {
                 let data = self.read(rank, src, m);
@@ -445,7 +446,7 @@ impl<'a> ProgramRun<'a> {
             Content::Value { sharding, .. } => sharding.clone(),
             &Content::Member { bucket, param, .. } => self.member(rank, bucket, param).map_or_else(|| Sharding::replicated(0), |(_, s)| s),
             Content::Flat { .. } | Content::Trust { .. } | Content::Wire { .. } => Sharding::replicated(1),
-            Content::Scalar(_) | Content::Scratch => Sharding::replicated(0),
+            Content::Scalar(_) | Content::Frame | Content::Scratch => Sharding::replicated(0),
         }
     }
     fn local_type(&self, ty: &crate::graph::Type, sharding: &Sharding) -> LocalType {
@@ -458,7 +459,7 @@ impl<'a> ProgramRun<'a> {
             Content::Value { value, .. } => &self.graph.values[*value].ty,
             Content::Member { param, .. } => &self.graph.values[self.graph.params[*param].value].ty,
             Content::Flat { .. } | Content::Trust { .. } | Content::Wire { .. } => return Tensor::dense(&[data.len() as u64], data),
-            Content::Scalar(_) | Content::Scratch => return Tensor::dense(&[], data),
+            Content::Scalar(_) | Content::Frame | Content::Scratch => return Tensor::dense(&[], data),
         };
         let local = self.local_type(ty, &self.sharding(rank, id));
         Tensor { dims: local.dims, layout: local.layout, data }

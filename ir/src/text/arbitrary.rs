@@ -360,6 +360,7 @@ fn buffer(graph: &Graph, mesh: &Mesh, rng: &mut Rng) -> Buffer {
         3 => Content::Scratch,
         4 => Content::Trust { bucket },
         5 => Content::Wire { bucket, from: axes(mesh, rng) },
+        6 => Content::Frame,
         _ => Content::Value { value: ValueId(rng.below(graph.values.len() as u64) as u32), sharding: sharding(mesh, rng) },
     };
     let (slots, slot_stride) = if rng.coin() { (1, 0) } else { (rng.number(), rng.number()) };

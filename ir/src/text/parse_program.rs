@@ -170,6 +170,9 @@ impl Reader<'_> {
         if p.take_word("scratch") {
             return Ok(Content::Scratch);
         }
+        if p.take_word("frame") {
+            return Ok(Content::Frame);
+        }
         if p.take_word("trust") {
             return Ok(Content::Trust { bucket: p.id("bucket", "a bucket (`bucket0`)").map(BucketId)? });
         }
@@ -182,9 +185,9 @@ impl Reader<'_> {
             return named(p, "scalar", Scalar::from_name, &Scalar::ALL.map(Scalar::name)).map(Content::Scalar);
         }
         let at = p.at();
-        let word = p.any_word("a value, a role of a bucket, `scalar`, `trust`, `wire` or `scratch`")?;
+        let word = p.any_word("a value, a role of a bucket, `scalar`, `trust`, `wire`, `frame` or `scratch`")?;
         let Some(role) = Role::from_name(word) else {
-            let known: Vec<&str> = Role::ALL.map(Role::name).into_iter().chain(["scalar", "trust", "wire", "scratch"]).collect();
+            let known: Vec<&str> = Role::ALL.map(Role::name).into_iter().chain(["scalar", "trust", "wire", "frame", "scratch"]).collect();
             return Err(p.unknown(at, "content", word, &known));
         };
         let bucket = p.id("bucket", "a bucket (`bucket0`)").map(BucketId)?;

@@ -133,6 +133,7 @@ impl Printer<'_> {
                     put_axes(&mut self.out.text, *from, self.mesh);
                 }
             }
+            Content::Frame => self.out.put("frame"),
             Content::Scratch => self.out.put("scratch"),
         }
         self.write(format_args!(" {} {} bytes at {}", buffer.dtype.name(), buffer.bytes, buffer.offset));

@@ -6,7 +6,7 @@ use dplan_ir::graph::Graph;
 use dplan_ir::mesh::Degrees;
 use dplan_ir::optimizer::{DecayGroups, Optimizer};
 use dplan_ir::pipeline::Pipeline;
-use dplan_ir::plan::{Clip, Gathered, Offload, Recompute, Schedule, Wire, Zero};
+use dplan_ir::plan::{Away, Clip, Gathered, Offload, Recompute, Schedule, Store, Wire, Zero};
 
 /// A model, a plan for it, and what of a run is no part of a plan.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -71,19 +71,26 @@ pub enum Split {
 pub struct Way {
     pub zero: Zero,
     pub offload: Offload,
+    pub activations: Option<Store>,
     pub recompute: Recompute,
     pub gathered: Gathered,
 }
 
 impl Way {
-    pub const PLAIN: Way = Way { zero: Zero(0), offload: Offload::None, recompute: Recompute::None, gathered: Gathered::Keep };
+    pub const PLAIN: Way = Way { zero: Zero(0), offload: Offload::None, activations: None, recompute: Recompute::None, gathered: Gathered::Keep };
 
-    /// Of each layer its own, or all alike; optimizer states at home in half of all cases.
+    pub fn away(&self) -> Away {
+        Away { states: self.offload, activations: self.activations }
+    }
+
+    /// Of each layer its own, or all alike; optimizer states at home in half of all cases, activations in two of three.
     fn drawn(dice: &mut Dice, layers: u32) -> Vec<Way> {
         let offloads = dice.pick(&[&Offload::ALL[..], &[Offload::None]]);
+        let stores = dice.pick(&[&[None, Some(Store::Cpu), Some(Store::Nvme)][..], &[None], &[None]]);
         let mut draw = || Way {
             zero: Zero(dice.roll(4) as u8),
             offload: dice.pick(offloads),
+            activations: dice.pick(stores),
             recompute: dice.pick(&Recompute::ALL),
             gathered: dice.pick(&[Gathered::Keep, Gathered::Again]),
         };
@@ -183,7 +190,7 @@ impl Case {
         case
     }
 
-    /// Makes choices agree that are none of their own: homes of a tied table have one ZeRO stage and way of offloading, a backward pass in halves keeps parameters and gradients, and a loss
+    /// Makes choices agree that are none of their own: homes of a tied table have one ZeRO stage and way of offloading, a backward pass in halves keeps parameters, gradients and activations, and a loss
     /// that is scaled takes the factor that clips.
     pub fn settle(&mut self) {
         self.ways.resize(self.model.layers() as usize, Way::PLAIN);
@@ -194,6 +201,7 @@ impl Case {
             if let (true, Offload::Gradients(store) | Offload::Parameters(store)) = (parted, way.offload) {
                 way.offload = Offload::Optimizer(store);
             }
+            way.activations = way.activations.filter(|_| !parted);
         }
         if let ([first, .., last], true) = (self.ways.as_mut_slice(), self.model.tied) {
             (last.zero, last.offload) = (first.zero, first.offload);

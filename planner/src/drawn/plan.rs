@@ -27,6 +27,7 @@ impl Case {
             .map(|(layer, way)| LayerPlan {
                 zero: way.zero,
                 offload: way.offload,
+                activations: way.activations,
                 recompute: way.recompute,
                 gathered: way.gathered,
                 strategy: strategy(layer),

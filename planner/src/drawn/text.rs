@@ -5,7 +5,7 @@ use super::{Boundary, Case, Ffn, Sight, Split, Way};
 use dplan_ir::dtype::DType;
 use dplan_ir::op::Documents;
 use dplan_ir::optimizer::{DecayGroups, Optimizer};
-use dplan_ir::plan::{Clip, Gathered, Offload, Recompute, Schedule, Wire};
+use dplan_ir::plan::{Away, Clip, Gathered, Recompute, Schedule, Wire};
 use std::fmt;
 use std::str::FromStr;
 
@@ -59,9 +59,9 @@ const KEYS: [Key; 32] = [
     ("zero", |c| list(c, |w| w.zero.0.to_string()), |c, t| each(c, t, |w, t| number(&mut w.zero.0, t)), "0 to 3, one for all layers or for each"),
     (
         "offload",
-        |c| list(c, |w| w.offload.name().into()),
-        |c, t| each(c, t, |w, t| name(&mut w.offload, Offload::from_name(t))),
-        "none or optimizer, one for all layers or for each",
+        |c| list(c, |w| w.away().name()),
+        |c, t| each(c, t, |w, t| Away::from_name(t).map(|a| (w.offload, w.activations) = (a.states, a.activations))),
+        "none, optimizer, activations or the like, one for all layers or for each",
     ),
     (
         "recompute",

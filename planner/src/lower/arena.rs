@@ -4,12 +4,12 @@
 //! |---|---|
 //! | scalars | loss, squared norm, clip factor |
 //! | states | every role of every bucket that is not offloaded, whole or this rank's piece; the sums of trust ratios |
-//! | frames | of each virtual stage: what its layers keep of a micro-batch, one slot for each in flight; what they hold between the halves of a backward pass |
+//! | frames | of each virtual stage: what its layers keep of a micro-batch, if not offloaded, one slot for each in flight; what they hold between the halves of a backward pass |
 //! | boundary | two cotangents handed down layer by layer; two turns of every message |
 //! | workspace | of one layer: forms of both passes, and scratch; all layers begin at the same place |
-//! | ring | two turns of whole parameters and gradients of layers that keep only pieces, and of gradients on the wire; in the update, two turns of offloaded roles |
+//! | ring | two turns of whole parameters and gradients of layers that keep only pieces, of gradients on the wire, and of offloaded frames; in the update, two turns of offloaded roles |
 //!
-//! Behind the arena, in the memory of the host and in a file: the offloaded roles of every bucket.
+//! Behind the arena, in the memory of the host and in a file: the offloaded roles of every bucket; the offloaded frames of every layer, one slot for each micro-batch in flight.
 
 use super::fragment::{Fragment, Storage};
 use super::stage::{Neighbour, Stage, VirtualStage};
@@ -105,6 +105,10 @@ pub(super) struct LayerBuffers {
     pub homes: Vec<usize>,
     /// Buffers of forms but those of parameters and direct gradients.
     pub forms: Table<FormId, Option<BufferId>>,
+    /// Those of an offloaded frame, where the backward pass finds them.
+    pub back: BTreeMap<FormId, BufferId>,
+    /// An offloaded frame behind the forward pass: from where and where to.
+    pub stored: Option<(BufferId, BufferId)>,
     pub forward: Members,
     pub backward: Members,
     /// Scratch of each statement of either pass.
@@ -120,13 +124,10 @@ pub(super) struct LayerBuffers {
 }
 
 impl LayerBuffers {
-    /// Whether something comes into the ring before a pass.
-    pub fn comes_in(&self, pass: usize) -> bool {
-        !self.fetched[pass].is_empty() || !self.gathered[pass].is_empty()
-    }
-    /// Whether it has a turn of the ring in the backward pass.
-    pub fn turns_back(&self) -> bool {
-        self.comes_in(1) || !self.turned.is_empty() || !self.wires.is_empty()
+    /// Whether something of the layer is in the ring in a pass.
+    pub fn is_in_ring(&self, pass: usize) -> bool {
+        let is_made_there = if pass == 0 { self.stored.is_some() } else { !self.turned.is_empty() || !self.wires.is_empty() };
+        is_made_there || !self.fetched[pass].is_empty() || !self.gathered[pass].is_empty()
     }
 }
 
@@ -151,6 +152,7 @@ impl Arena {
         arena.region("boundary", |arena, at| arena.boundary(stage, at));
         arena.region("workspace", |arena, at| at + workspace_region(arena.workspace(stage, at) - at));
         arena.region("ring", |arena, at| arena.ring(stage, at, &bytes));
+        arena.hand_over(stage);
         arena.program.arena_bytes = arena.end;
         for &(id, space) in &arena.away {
             arena.program.buffers[id].offset += arena.program.range(space).start;
@@ -163,6 +165,17 @@ impl Arena {
         let offset = self.end;
         self.end = fill(self, offset);
         self.program.regions.push(Region { name: name.into(), offset, bytes: self.end - offset });
+    }
+
+    /// Where so many more bytes of another memory begin, counted from its own beginning; nothing for that of the device.
+    fn take(&mut self, space: Space, bytes: u64) -> Option<u64> {
+        let end = match space {
+            Space::Device => return None,
+            Space::Host => &mut self.program.host_bytes,
+            Space::File => &mut self.program.file_bytes,
+        };
+        *end += bytes;
+        Some(*end - bytes)
     }
 
     fn buffer(&mut self, content: Content, dtype: DType, bytes: u64, offset: u64) -> BufferId {
@@ -218,14 +231,11 @@ impl Arena {
                 let mut roles = BTreeMap::new();
                 for role in types.roles() {
                     let space = space(role, offload);
-                    let end = match space {
-                        Space::Device => &mut at,
-                        Space::Host => &mut self.program.host_bytes,
-                        Space::File => &mut self.program.file_bytes,
-                    };
-                    let offset = *end;
-                    let bytes = role_bytes(role, size.elems, size.ways(stage.mesh()), zero, types);
-                    *end += space.align(bytes);
+                    let bytes = space.align(role_bytes(role, size.elems, size.ways(stage.mesh()), zero, types));
+                    let offset = self.take(space, bytes).unwrap_or_else(|| {
+                        at += bytes;
+                        at - bytes
+                    });
                     let buffer = self.flat(stage, id, role, stage.pieces(role, zero, data), offset);
                     roles.insert(role, buffer);
                     if space != Space::Device {
@@ -311,15 +321,20 @@ impl Arena {
 
     fn frames(&mut self, stage: Stage<'_>, mut at: u64, bytes: &[LayerBytes]) -> u64 {
         for virtual_stage in stage.virtual_stages {
-            let of_layers = &bytes[virtual_stage.layers.clone()];
-            let frames = (virtual_stage.slots.frames, of_layers.iter().map(|b| b.frame).sum());
-            at = self.slotted(stage, at, virtual_stage, &[Storage::Frame], frames);
-            let held = (virtual_stage.slots.held, of_layers.iter().map(|b| b.held).sum());
+            let layers = || virtual_stage.layers.clone();
+            let here: Vec<usize> = layers().filter(|&l| stage.residence(l).activations.is_none()).collect();
+            let frames = (virtual_stage.slots.frames, here.iter().map(|&l| bytes[l].frame).sum());
+            at = self.slotted(stage, at, &here, &[Storage::Frame], frames);
+            let held = (virtual_stage.slots.held, layers().map(|l| bytes[l].held).sum());
             if held.0 > 0 {
-                at = self.slotted(stage, at, virtual_stage, &[Storage::Held, Storage::CotangentIn], held);
+                at = self.slotted(stage, at, &layers().collect::<Vec<_>>(), &[Storage::Held, Storage::CotangentIn], held);
             }
         }
-        // What a layer hands over is made where the next one keeps it; so is what it hands down, where that is held.
+        at
+    }
+
+    /// What a layer hands over is made where the next one keeps it; so is what it hands down, where that is held.
+    fn hand_over(&mut self, stage: Stage<'_>) {
         for (position, next) in stage.virtual_stages.iter().flat_map(|v| next_layers(stage, v)) {
             let (layer, behind) = (&stage.layers[position], &stage.layers[next]);
             if let Some((output, input)) = layer.output.zip(behind.input) {
@@ -329,13 +344,12 @@ impl Arena {
                 self.layers[next].forms[out] = self.layers[position].forms[cotangent];
             }
         }
-        at
     }
 
-    /// Lays out what a virtual stage keeps of each of so many micro-batches, so many bytes each.
-    fn slotted(&mut self, stage: Stage<'_>, at: u64, of: &VirtualStage, kinds: &[Storage], (slots, stride): (u64, u64)) -> u64 {
+    /// Lays out what layers keep of each of so many micro-batches, so many bytes each.
+    fn slotted(&mut self, stage: Stage<'_>, at: u64, layers: &[usize], kinds: &[Storage], (slots, stride): (u64, u64)) -> u64 {
         let mut offset = at;
-        for position in of.layers.clone() {
+        for &position in layers {
             let layer = stage.layers[position];
             for form in kinds.iter().flat_map(|&kind| layer.stored(kind)) {
                 let (buffer, size) = self.form(stage, layer, form, offset);
@@ -432,7 +446,7 @@ impl Arena {
     /// Turns alternate from one layer to the next that uses the ring in a pass; the backward pass goes on where the forward pass ended.
     fn ring(&mut self, stage: Stage<'_>, at: u64, bytes: &[LayerBytes]) -> u64 {
         let (mesh, types) = (stage.mesh(), stage.types());
-        let turn = bytes.iter().enumerate().map(|(i, b)| memory::ring_bytes(b, mesh, stage.states(i), types)).max().unwrap_or(0);
+        let turn = bytes.iter().enumerate().map(|(i, b)| memory::turn_bytes(b, mesh, stage.residence(i), types)).max().unwrap_or(0);
         let mut nth = 0;
         let forward = 0..stage.layers.len();
         for (pass, position) in forward.clone().map(|p| (0, p)).chain(forward.rev().map(|p| (1, p))) {
@@ -481,6 +495,7 @@ impl Arena {
             if pass == 1 {
                 offset = self.wires(stage, position, offset);
             }
+            offset = self.window(stage, pass, position, offset);
             nth += u64::from(offset > start);
         }
         let mut turns = (0..2).cycle();
@@ -501,6 +516,41 @@ impl Arena {
             }
         }
         at + 2 * turn
+    }
+
+    /// An offloaded frame in a turn of the ring, from `at` on, and behind the forward pass elsewhere; returns where it ends.
+    fn window(&mut self, stage: Stage<'_>, pass: usize, position: usize, at: u64) -> u64 {
+        let layer = stage.layers[position];
+        let (Some(store), Some(of)) = (stage.residence(position).activations, stage.virtual_stages.iter().find(|v| v.layers.contains(&position)))
+        else {
+            return at;
+        };
+        let mut end = at;
+        for form in layer.stored(Storage::Frame) {
+            let (buffer, size) = self.form(stage, layer, form, end);
+            end += size;
+            match pass {
+                0 => self.layers[position].forms[form] = Some(buffer),
+                _ => _ = self.layers[position].back.insert(form, buffer),
+            }
+        }
+        let (bytes, slots, space) = (end - at, of.slots.frames, store.space());
+        if bytes == 0 {
+            return at;
+        }
+        let here = self.buffer(Content::Frame, stage.plan.compute, bytes, at);
+        match self.layers[position].stored {
+            Some((_, there)) => self.layers[position].fetched[pass].push((there, here)),
+            None => {
+                let stride = space.align(bytes);
+                let offset = self.take(space, slots * stride).unwrap_or(at);
+                let there = self.buffer(Content::Frame, stage.plan.compute, bytes, offset);
+                self.in_slots(there, slots, stride);
+                self.away.push((there, space));
+                self.layers[position].stored = Some((here, there));
+            }
+        }
+        end
     }
 }
 

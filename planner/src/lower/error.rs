@@ -62,8 +62,10 @@ pub enum LowerError {
     ZeroStage { found: u8 },
     #[error("the homes of tied parameter `{param}` have different ZeRO stages or ways of offloading")]
     TiedStates { param: String },
-    #[error("{schedule} runs backward passes in halves, between which parameters and gradients stay: offload {found}, expected none or optimizer")]
-    PartedOffload { schedule: &'static str, found: &'static str },
+    #[error(
+        "{schedule} runs backward passes in halves, between which parameters, gradients and activations stay: offload {found}, expected none or optimizer"
+    )]
+    PartedOffload { schedule: &'static str, found: String },
     #[error(
         "clip none in {compute}: the factor that clips is what scales the loss back and finds overflow, so clip by the global norm (`global_norm`)"
     )]

@@ -7,7 +7,8 @@
 //! backward   … | layer n | scatter(n) | gather(n−2) | layer n−1 | scatter(n−1) | gather(n−3) | …
 //! ```
 //! A turn of the ring is free as soon as its layer and what follows from it have been issued; the parameters of the next layer but one are gathered into it
-//! right then. Layers that keep whole parameters are passed over. What is offloaded is copied in just before, on the copy stream, and gradients out behind a scatter.
+//! right then. Layers that have nothing there are passed over. What is offloaded is copied in just before, on the copy stream; gradients out behind a scatter, a frame out
+//! behind the layer that left it: the layer behind writes what it hands on into a turn of the ring too, and is then held by that copy at its very end.
 
 use super::arena::{Arena, Gather};
 use super::fragment::{Fragment, Storage, makes, reads};
@@ -80,10 +81,13 @@ pub(super) fn forward(stage: Stage<'_>, arena: &Arena, of: &VirtualStage) -> Seg
         let dst = body.buffer(of.first(), sharded::Pass::Forward, src);
         body.issue(stage.stream(of, Stream::RecvForward, Stream::RecvForwardBack), Instr::Recv { from, channel: Channel::Forward, dst });
     }
-    let turns: Vec<usize> = of.layers.clone().filter(|&l| arena.layers[l].comes_in(0)).collect();
+    let turns: Vec<usize> = of.layers.clone().filter(|&l| arena.layers[l].is_in_ring(0)).collect();
     body.gather(sharded::Pass::Forward, turns.iter().take(2));
     for at in of.layers.clone() {
         body.layer(at, Pass::Forward);
+        if let Some((src, dst)) = arena.layers[at].stored {
+            body.issue(Stream::Copy, Instr::Copy { src, dst });
+        }
         body.gather(sharded::Pass::Forward, next_but_one(&turns, at));
     }
     if let (Some(output), Neighbour::Stage(to)) = (stage.layers[of.last()].output, stage.behind(of)) {
@@ -102,7 +106,7 @@ pub(super) fn backward(stage: Stage<'_>, arena: &Arena, of: &VirtualStage, pass:
         body.issue(stage.stream(of, Stream::RecvBackward, Stream::RecvBackwardBack), Instr::Recv { from, channel: Channel::Backward, dst });
     }
     let layers: Vec<usize> = of.layers.clone().rev().collect();
-    let turns: Vec<usize> = layers.iter().copied().filter(|&l| arena.layers[l].turns_back()).collect();
+    let turns: Vec<usize> = layers.iter().copied().filter(|&l| arena.layers[l].is_in_ring(1)).collect();
     // Gradients that a turn goes on adding to come in behind that turn.
     let goes_on = |at: usize| turns.iter().position(|&l| l == at).is_some_and(|nth| nth > 0 && shares_gradients(arena, turns[nth - 1], at));
     body.gather(sharded::Pass::Backward, turns.iter().take(2).filter(|&&l| !goes_on(l)));
@@ -232,9 +236,11 @@ impl Body<'_> {
             Storage::Param(param) => members.get(&(Role::Param, param)).copied(),
             Storage::Gradient(param) => members.get(&(Role::Grad, param)).copied(),
             Storage::Loss => self.arena.scalars.get(&Scalar::Loss).copied(),
-            Storage::Frame | Storage::Held | Storage::Workspace | Storage::Output | Storage::CotangentIn | Storage::CotangentOut => {
-                buffers.forms[form]
-            }
+            Storage::Frame => match pass {
+                sharded::Pass::Forward => buffers.forms[form],
+                sharded::Pass::Backward => buffers.back.get(&form).copied().or(buffers.forms[form]),
+            },
+            Storage::Held | Storage::Workspace | Storage::Output | Storage::CotangentIn | Storage::CotangentOut => buffers.forms[form],
         };
         // The arena was laid out from the same fragments.
         found.unwrap_or_else(|| unreachable!("{form} of layer {} has no buffer", self.stage.layers[at].layer))

@@ -286,8 +286,8 @@ fn check(graph: &Graph, plan: &Plan) -> Result<(), LowerError> {
     if let Some(found) = plan.layers.iter().map(zero).find(|&z| z > 1 && plan.dp * plan.cp > 1 && pipeline.parts_backward()) {
         return Err(LowerError::PartedZero { schedule: plan.schedule.name(), found });
     }
-    let offload = |layer: &u32| plan.options[*layer as usize].offload;
-    if let Some(found) = plan.layers.iter().map(offload).find(|o| o.is_in_passes() && pipeline.parts_backward()) {
+    let away = |layer: &u32| plan.options[*layer as usize].away();
+    if let Some(found) = plan.layers.iter().map(away).find(|a| a.is_in_passes() && pipeline.parts_backward()) {
         return Err(LowerError::PartedOffload { schedule: plan.schedule.name(), found: found.name() });
     }
     match graph.batch.map(|b| graph.size(b)) {

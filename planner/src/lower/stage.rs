@@ -8,7 +8,7 @@ use crate::memory::{BucketSize, StateTypes, in_pieces};
 use dplan_ir::graph::Graph;
 use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::pipeline::{Pipeline, Slots};
-use dplan_ir::plan::{Plan, Schedule, States, Zero};
+use dplan_ir::plan::{Plan, Residence, Schedule, States, Zero};
 use dplan_ir::program::{Role, Stream};
 use std::ops::Range;
 
@@ -94,6 +94,9 @@ impl<'a> Stage<'a> {
     /// Where a layer's states live.
     pub fn states(&self, at: usize) -> States {
         States { zero: self.zero(at), ..self.plan.layer(self.layers[at].layer).states() }
+    }
+    pub fn residence(&self, at: usize) -> Residence {
+        Residence { states: self.states(at), ..self.plan.layer(self.layers[at].layer).residence() }
     }
     /// Axes of the mesh that have more than one rank.
     pub fn axes(&self) -> AxisSet {

@@ -62,7 +62,8 @@ impl Cost {
 /// [ t,  P,  t + γ·p,  F,  F + W ]
 /// ```
 /// with `t` the time of both passes, `P` and `p` the parameters and those with gradients partial over tensor-parallel ranks, `F` and `W` frame and workspace
-/// bytes. A stage holds at least one frame of a layer besides the workspace, so `W` counts no more than `F` does. A partial gradient is summed at most once
+/// bytes. A stage holds at least one frame of a layer besides the workspace, so `W` counts no more than `F` does (where frames are offloaded, so do two turns of the ring; but
+/// workspace and ring are each of the layer that has most, which may be two, so that an exchange can cost up to a frame there). A partial gradient is summed at most once
 /// for each pass: γ is the time to all-reduce an element, so `p` counts no more than γ times what `t` does. What several buckets cost
 /// above one is left out: latencies at the end of a step, of a reduction for gradients and one for LAMB's trust ratios.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Debug)]

@@ -28,7 +28,7 @@ use dplan_ir::data::data_dims;
 use dplan_ir::entity::{DimId, ParamId, ValueId};
 use dplan_ir::graph::Graph;
 use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
-use dplan_ir::plan::{Gathered, LayerPlan, Recompute, States};
+use dplan_ir::plan::{Gathered, LayerPlan, Recompute, Residence, States};
 use dplan_ir::rule::Assignment;
 use dplan_ir::sharding::{Padded, Sharding, local_type};
 use form::{BACKWARD, Compare, Cost, FORWARD, FRAME, Measure, VARIANTS as COUNT, WORKSPACE};
@@ -224,10 +224,10 @@ fn buckets(pricing: &Pricing<'_>, stored: &[(ParamId, Sharding, AxisSet)], tied:
 }
 
 impl LayerOption {
-    pub fn plan(&self, states: States) -> LayerPlan {
-        let States { zero, offload } = states;
+    pub fn plan(&self, residence: Residence) -> LayerPlan {
+        let Residence { states: States { zero, offload }, activations } = residence;
         let strategy = self.strategy.iter().map(|a| Assignment::clone(a)).collect();
-        LayerPlan { zero, offload, recompute: self.recompute, gathered: self.gathered, strategy }
+        LayerPlan { zero, offload, activations, recompute: self.recompute, gathered: self.gathered, strategy }
     }
     /// Forward and backward.
     pub fn time(&self) -> Nanos {

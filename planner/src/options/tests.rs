@@ -193,7 +193,7 @@ fn same_as_lowering(pricing: &Pricing<'_>, layer: u32, net: &mut Net<'_>, path: 
     let walked = net.walk(path);
     let strategy: Vec<Assignment> = net.strategy(path).iter().map(|a| Assignment::clone(a)).collect();
     for (variant, &(recompute, gathered)) in VARIANTS.iter().enumerate() {
-        let plan = LayerPlan { zero: Zero(0), offload: Offload::None, recompute, gathered, strategy: strategy.clone() };
+        let plan = LayerPlan { zero: Zero(0), offload: Offload::None, activations: None, recompute, gathered, strategy: strategy.clone() };
         match (&walked, pricing.price(layer, &plan)) {
             (None, Err(_)) => {}
             (None, Ok(_)) => panic!("only the lowering allows {strategy:?}"),
@@ -325,7 +325,10 @@ fn an_option_is_what_its_plan_is_priced_at() {
     for pricing in every_pricing(&graph, &machine, &[2, 4]) {
         for layer in 0..graph.layer_count() {
             for option in options(&pricing, layer).unwrap() {
-                assert_eq!(pricing.price(layer, &option.plan(States { zero: Zero(1), ..States::default() })), Ok(option));
+                assert_eq!(
+                    pricing.price(layer, &option.plan(Residence { states: States { zero: Zero(1), ..States::default() }, activations: None })),
+                    Ok(option)
+                );
             }
         }
     }

@@ -83,7 +83,10 @@ pub fn instance(seed: u64, most_layers: u64, most_offers: u64) -> Instance {
         "offload=none+optimizer",
         "offload=optimizer+parameters:nvme",
         "offload=none+gradients",
-    ][dice.within(0, 9) as usize];
+        "offload=none+activations",
+        "offload=activations:nvme+optimizer/activations",
+        "pp=1+2,offload=none+activations:nvme",
+    ][dice.within(0, 12) as usize];
     // Whatever else is pinned.
     let wire = if Dice(seed ^ 0x31fe).one_in(5) { ",wire=bf16" } else { "" };
     let pins = Pins::parse(&format!("{pins}{wire}")).unwrap();

@@ -5,7 +5,7 @@ use super::drawn::Drawn;
 use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::pipeline::{Pipeline, Slots};
-use dplan_ir::plan::{Clip, Offload, Schedule, States, Wire, Zero};
+use dplan_ir::plan::{Away, Clip, Offload, Residence, Schedule, States, Wire, Zero};
 use dplan_ir::program::{Pattern, Role};
 use dplan_planner::memory::{self, StagePosition, StateTypes, arena};
 use dplan_planner::options::Halves;
@@ -130,8 +130,14 @@ impl Setting<'_> {
     }
 
     /// Times of a layer. `shared`: its tied bucket was counted by an earlier layer of the stage; `split`: another stage has it too.
-    fn layer(&self, site: Site, offer: &Offer, halves: Option<&Halves>, states: States, shared: bool, split: bool) -> Times {
+    fn layer(&self, site: Site, offer: &Offer, halves: Option<&Halves>, residence: Residence, shared: bool, split: bool) -> Times {
+        let Residence { states, activations } = residence;
         let zero = states.zero.0;
+        // Out behind the forward pass, and in before the backward pass.
+        let stored = match (activations, offer.option.bytes.frame) {
+            (None, _) | (_, 0) => 0,
+            (Some(store), frame) => self.prices.copy(site, store, frame).0,
+        };
         let (f, b) = (offer.option.forward.0, offer.option.backward.0);
         let (input, w) = halves.map_or((b, 0), |h| (h.input.0, h.weight.0));
         // What a reduction at the end of the step hides beside.
@@ -240,7 +246,7 @@ impl Setting<'_> {
         };
         // A backward pass that reads no parameters has none brought.
         let again = if offer.option.bytes.reads_back { forth + comes } else { 0 };
-        let (f, b) = (overlapped(f, forth + comes), overlapped(input, again + back + goes) + if zero >= 2 { add } else { 0 });
+        let (f, b) = (overlapped(f, forth + comes + stored), overlapped(input, again + back + goes + stored) + if zero >= 2 { add } else { 0 });
         Times { f, b, w, end: end + late + trust }
     }
 }
@@ -332,14 +338,14 @@ fn best_of_tuple(problem: &Problem, prices: &mut Drawn, shape: Shape, degrees: D
         _ if order.halves() => 0..=1,
         _ => 0..=3,
     };
-    let offloads = if problem.pins.offload.is_pinned() { &Offload::ALL[..] } else { &[Offload::None] };
+    let offloads: Vec<Away> = if problem.pins.offload.is_pinned() { Away::all().collect() } else { vec![Away::default()] };
     let keeps = problem.types.roles().into_iter().any(|r| !matches!(r, Role::Param | Role::Grad));
     let offloads = || {
         offloads
             .iter()
             .copied()
-            .filter(|&o| keeps || !matches!(o, Offload::Optimizer(_)))
-            .filter(|&o| !order.halves() || matches!(o, Offload::None | Offload::Optimizer(_)))
+            .filter(|o| keeps || !matches!(o.states, Offload::Optimizer(_)))
+            .filter(|o| !order.halves() || matches!(o.states, Offload::None | Offload::Optimizer(_)) && o.activations.is_none())
     };
     // All ways of running a layer on a site.
     let mut known: BTreeMap<(Site, usize), Ways> = BTreeMap::new();
@@ -347,11 +353,13 @@ fn best_of_tuple(problem: &Problem, prices: &mut Drawn, shape: Shape, degrees: D
         let shape = Shape { site: seat.site, ..shape };
         let offers = prices.offers(classes[l], shape);
         let halves = if order.halves() { prices.halves(classes[l], shape) } else { Rc::from([]) };
-        let states = || zeros.clone().flat_map(|z| offloads().map(move |offload| States { zero: Zero(z), offload }));
-        let all = (0..offers.len()).flat_map(|o| states().map(move |s| (o, s)).collect::<Vec<_>>());
-        let allowed = |&(o, s): &(usize, States)| {
-            let states = problem.pins.zero.allows(l as u32, &s.zero) && problem.pins.offload.allows(l as u32, &s.offload);
-            states && problem.pins.recompute.allows(l as u32, &offers[o].option.recompute)
+        let of = |z, away: Away| Residence { states: States { zero: Zero(z), offload: away.states }, activations: away.activations };
+        let residences = || zeros.clone().flat_map(|z| offloads().map(move |away| of(z, away)));
+        let all = (0..offers.len()).flat_map(|o| residences().map(move |r| (o, r)).collect::<Vec<_>>());
+        let allowed = |&(o, Residence { states, activations }): &(usize, Residence)| {
+            let away = Away { states: states.offload, activations };
+            let allowed = problem.pins.zero.allows(l as u32, &states.zero) && problem.pins.offload.allows(l as u32, &away);
+            allowed && problem.pins.recompute.allows(l as u32, &offers[o].option.recompute)
         };
         let ways = all.filter(allowed).collect();
         known.insert((seat.site, l), Ways { ways, offers, halves });
@@ -368,11 +376,11 @@ fn best_of_tuple(problem: &Problem, prices: &mut Drawn, shape: Shape, degrees: D
         let mut pick = vec![0; count];
         loop {
             let way = |l: usize| {
-                let (offer, states) = ways[l].ways[pick[l]];
-                (&ways[l].offers[offer], ways[l].halves.get(offer), states)
+                let (offer, residence) = ways[l].ways[pick[l]];
+                (&ways[l].offers[offer], ways[l].halves.get(offer), residence)
             };
             let chosen: Vec<Way> = (0..count).map(way).collect();
-            if tied.iter().all(|&l| chosen[l].0.tie == chosen[tied[0]].0.tie && chosen[l].2 == chosen[tied[0]].2)
+            if tied.iter().all(|&l| chosen[l].0.tie == chosen[tied[0]].0.tie && chosen[l].2.states == chosen[tied[0]].2.states)
                 && let Some(value) = value(problem, &setting, &chosen, &cuts, &tied, &crossing, boundary, seats)
             {
                 best = [best, Some(value)].into_iter().flatten().min();
@@ -410,13 +418,13 @@ fn is_even(cuts: &[usize]) -> bool {
 
 /// What pins allow of a layer's offers, and the offers.
 struct Ways {
-    ways: Vec<(usize, States)>,
+    ways: Vec<(usize, Residence)>,
     offers: Rc<[Offer]>,
     halves: Rc<[Halves]>,
 }
 
-/// An offer, what it is in halves, and where states live.
-type Way<'a> = (&'a Offer, Option<&'a Halves>, States);
+/// An offer, what it is in halves, and where its layer lives.
+type Way<'a> = (&'a Offer, Option<&'a Halves>, Residence);
 
 #[allow(clippy::too_many_arguments)]
 fn value(
@@ -440,11 +448,11 @@ fn value(
         for (c, &(frames, held)) in (0..pp * v).filter(|&c| order.place(c) == stage).zip(&kept) {
             let (start, end) = (cuts[c as usize], cuts[c as usize + 1]);
             for l in start..end {
-                let (offer, halves, states) = chosen[l];
-                layers.push((halves.map_or(&offer.option.bytes, |h| &h.bytes), states, Slots { frames, held }));
+                let (offer, halves, residence) = chosen[l];
+                layers.push((halves.map_or(&offer.option.bytes, |h| &h.bytes), residence, Slots { frames, held }));
                 let shared = tied.contains(&l) && tied.iter().any(|&t| t < l && place[t] == stage);
                 let split = tied.iter().any(|&t| place[t] != stage);
-                let Times { f, b, w, end } = setting.layer(seat.site, offer, halves, states, shared, split);
+                let Times { f, b, w, end } = setting.layer(seat.site, offer, halves, residence, shared, split);
                 (time, ends) = (time + f + b + w, ends + end);
                 ramp += match schedule {
                     Schedule::GPipe | Schedule::OneFOneB => f + b,

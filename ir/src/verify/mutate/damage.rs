@@ -6,7 +6,7 @@ use crate::entity::{BufferId, DimId, NodeId, ValueId};
 use crate::graph::{Graph, Node};
 use crate::mesh::AxisSet;
 use crate::op::Op;
-use crate::program::{ALIGN, Channel, Content, Instr, Pattern, Program, Role, Space, Stream, Write};
+use crate::program::{ALIGN, Buffer, Channel, Content, Instr, Pattern, Program, Role, Space, Stream, Write};
 use crate::sharding::Monoid;
 
 /// Kinds of damage.
@@ -102,10 +102,14 @@ pub enum Damage {
     WithoutTrust,
     /// Gradients on the wire are not rounded, or their shares not added up.
     DropCast,
+    /// A copy between memories comes first in its segment: before what it takes along is there, or before its place is free.
+    EarlyCopy,
+    /// A copy takes another frame along.
+    OtherFrame,
 }
 
 impl Damage {
-    pub const ALL: [Damage; 70] = [
+    pub const ALL: [Damage; 72] = [
         Damage::DropRun,
         Damage::DropCollective,
         Damage::DropMessage,
@@ -176,6 +180,8 @@ impl Damage {
         Damage::DropTrustSums,
         Damage::WithoutTrust,
         Damage::DropCast,
+        Damage::EarlyCopy,
+        Damage::OtherFrame,
     ];
 
     /// In words: `drop wait`.
@@ -326,7 +332,7 @@ impl Cut<'_> {
                 }
                 _ => false,
             }),
-            Damage::WrongOperand => self.redirect(|i| match i {
+            Damage::WrongOperand => self.redirect(other_content, |i| match i {
                 Instr::Run { ins, .. } => ins.first_mut(),
                 Instr::Send { src, .. }
                 | Instr::Slice { src, .. }
@@ -340,7 +346,7 @@ impl Cut<'_> {
                 Instr::Update { grad, .. } => Some(grad),
                 _ => None,
             }),
-            Damage::WrongResult => self.redirect(|i| match i {
+            Damage::WrongResult => self.redirect(other_content, |i| match i {
                 Instr::Run { outs, .. } => outs.first_mut(),
                 Instr::Input { dst }
                 | Instr::Recv { dst, .. }
@@ -464,6 +470,14 @@ impl Cut<'_> {
                 Instr::Update { param, .. } => param.take().is_some(),
                 _ => false,
             }),
+            Damage::EarlyCopy => self.carry(|i| matches!(i, Instr::Copy { .. }), |_, _| 0),
+            Damage::OtherFrame => {
+                let is_other = |this: &Buffer, b: &Buffer| [this, b].iter().all(|b| b.content == Content::Frame) && b.offset != this.offset;
+                self.redirect(is_other, |i| match i {
+                    Instr::Copy { src, .. } => Some(src),
+                    _ => None,
+                })
+            }
             Damage::EarlyUpdate => self.carry(|i| matches!(i, Instr::Update { .. }), |_, _| 0),
             Damage::OtherPlace => self.carry(|_| true, |len, pick| pick as usize % len),
             Damage::WrongRole => self.buffer(|buffer, _| match &mut buffer.content {
@@ -476,7 +490,9 @@ impl Cut<'_> {
                     };
                     true
                 }
-                Content::Value { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Wire { .. } | Content::Scratch => false,
+                Content::Value { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Wire { .. } | Content::Frame | Content::Scratch => {
+                    false
+                }
             }),
             Damage::WrongSharding => self.buffer(|buffer, _| match &mut buffer.content {
                 Content::Value { sharding, .. } => {
@@ -492,6 +508,7 @@ impl Cut<'_> {
                 | Content::Scalar(_)
                 | Content::Trust { .. }
                 | Content::Wire { .. }
+                | Content::Frame
                 | Content::Scratch => false,
             }),
             Damage::WrongPieces => self.buffer(|buffer, _| match &mut buffer.content {
@@ -502,7 +519,9 @@ impl Cut<'_> {
                     }
                     None => false,
                 },
-                Content::Value { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Scratch => false,
+                Content::Value { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Frame | Content::Scratch => {
+                    false
+                }
             }),
             Damage::ShorterType => self.buffer(|buffer, _| {
                 let was = buffer.dtype;
@@ -587,4 +606,9 @@ impl Cut<'_> {
             }
         }
     }
+}
+
+/// Whether two buffers claim different things that can be read.
+fn other_content(this: &Buffer, b: &Buffer) -> bool {
+    b.content != this.content && b.content != Content::Scratch
 }

@@ -93,10 +93,10 @@ impl Cut<'_> {
         Some(show(site))
     }
     /// Lets an instruction name another buffer of the same size.
-    fn redirect(&mut self, operand: impl Fn(&mut Instr) -> Option<&mut BufferId>) -> Option<String> {
+    fn redirect(&mut self, is_other: fn(&Buffer, &Buffer) -> bool, operand: impl Fn(&mut Instr) -> Option<&mut BufferId>) -> Option<String> {
         let other = |stage: &StageProgram, id: BufferId, pick: u64| {
             let this = &stage.buffers[id];
-            let like = |b: &Buffer| b.bytes == this.bytes && b.dtype == this.dtype && b.content != this.content && b.content != Content::Scratch;
+            let like = |b: &Buffer| b.bytes == this.bytes && b.dtype == this.dtype && is_other(this, b);
             let others: Vec<BufferId> = stage.buffers.iter().filter(|(_, b)| like(b)).map(|(id, _)| id).collect();
             others.get(pick as usize % others.len().max(1)).copied()
         };

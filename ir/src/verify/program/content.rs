@@ -48,6 +48,12 @@ pub(super) enum Fact {
         from: AxisSet,
         base: u64,
     },
+    /// A frame as it was copied from the device's memory, for a micro-batch: its number in [`super::frame::Frames`].
+    Frame {
+        number: u32,
+        micro_batch: u64,
+        base: u64,
+    },
     /// The sums of a bucket's trust ratios, still to be added over some axes.
     Trust {
         bucket: BucketId,

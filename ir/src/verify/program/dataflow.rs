@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::clock::{Clocks, Point};
 use super::content::{Fact, Flat, Version};
+use super::frame::Frames;
 use super::memory::{Cell, Layout, NO_GRID};
 use super::schedule::{Periodic, periodic};
 use super::sums::{Pending, Sums};
@@ -58,6 +59,7 @@ pub(super) struct Walk<'a> {
     pub layout: Layout,
     pub cells: Vec<Cell>,
     pub sums: Sums,
+    pub frames: Frames,
     pub contributions: BTreeMap<ParamId, BTreeSet<ValueId>>,
     /// Micro-batches of the step (of the walk, where periods are skipped).
     pub micro_batches: u64,
@@ -87,7 +89,13 @@ impl<'a> Walk<'a> {
                 let next = known.len() as u32;
                 *known.entry(sharding).or_insert(next)
             }
-            Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Wire { .. } | Content::Scratch => 0,
+            Content::Flat { .. }
+            | Content::Member { .. }
+            | Content::Scalar(_)
+            | Content::Trust { .. }
+            | Content::Wire { .. }
+            | Content::Frame
+            | Content::Scratch => 0,
         };
         let shardings = stage.buffers.values().map(number).collect();
         let cells = layout.cells();
@@ -96,6 +104,7 @@ impl<'a> Walk<'a> {
             layout,
             cells,
             sums: Sums::default(),
+            frames: Frames::default(),
             contributions: BTreeMap::new(),
             micro_batches: program.micro_batches,
             micro_batch: 0,
@@ -272,7 +281,16 @@ impl<'a> Walk<'a> {
             }
             Instr::Collective { pattern, axes, stages, src, dst, .. } => self.collective(*pattern, *axes, !stages.is_empty(), *src, *dst),
             &Instr::Zero { dst } => self.put(dst, Fact::Zero),
-            &Instr::Copy { src, dst } => self.copy_flat(src, dst),
+            &Instr::Copy { src, dst } => match self.types.stage.buffers[dst].content {
+                Content::Frame => self.copy_frame(src, dst),
+                Content::Value { .. }
+                | Content::Flat { .. }
+                | Content::Member { .. }
+                | Content::Scalar(_)
+                | Content::Trust { .. }
+                | Content::Wire { .. }
+                | Content::Scratch => self.copy_flat(src, dst),
+            },
             &Instr::AddInto { src, dst } => match &self.types.stage.buffers[src].content {
                 &Content::Value { value, .. } => {
                     self.read(src);
@@ -283,6 +301,7 @@ impl<'a> Walk<'a> {
                 | Content::Scalar(_)
                 | Content::Trust { .. }
                 | Content::Wire { .. }
+                | Content::Frame
                 | Content::Scratch => self.add_flat(src, dst),
             },
             &Instr::Cast { src, dst } => self.cast(src, dst),
@@ -307,7 +326,7 @@ impl<'a> Walk<'a> {
                 let axes = self.loss_pending.get(&(self.segment, self.instr)).copied().unwrap_or_default();
                 self.accumulate_scalar(buffer, scalar, value, axes, write);
             }
-            Content::Value { .. } | Content::Flat { .. } | Content::Trust { .. } | Content::Wire { .. } | Content::Scratch => {
+            Content::Value { .. } | Content::Flat { .. } | Content::Trust { .. } | Content::Wire { .. } | Content::Frame | Content::Scratch => {
                 let claim = self.claim(buffer);
                 self.put(buffer, claim);
             }
@@ -329,7 +348,9 @@ impl<'a> Walk<'a> {
             Content::Scalar(scalar) => self.reduce_scalar(scalar, axes, across, src, dst),
             Content::Trust { bucket } => self.reduce_trust(bucket, axes, src, dst),
             Content::Wire { .. } => self.exchange(axes, src, dst),
-            Content::Flat { .. } | Content::Member { .. } | Content::Scratch => self.collective_flat(pattern, axes, across, src, dst),
+            Content::Flat { .. } | Content::Member { .. } | Content::Frame | Content::Scratch => {
+                self.collective_flat(pattern, axes, across, src, dst)
+            }
         }
     }
 
@@ -357,7 +378,8 @@ impl<'a> Walk<'a> {
             | Fact::Grad { .. }
             | Fact::Scalar { .. }
             | Fact::Trust { .. }
-            | Fact::Wire { .. } => Class::Content,
+            | Fact::Wire { .. }
+            | Fact::Frame { .. } => Class::Content,
         };
         let message = format!("reads {}, but its bytes hold {}", self.show(expected), self.show(found));
         self.fault(class, Some(buffer), message);
@@ -370,7 +392,7 @@ impl<'a> Walk<'a> {
             Content::Value { value, .. } => Fact::Value { value, sharding: self.shardings[buffer], micro_batch: self.micro_batch, base: *base },
             Content::Member { bucket, role, .. } => self.state(buffer, bucket, role, Version::Old),
             Content::Flat { bucket, role, .. } => self.state(buffer, bucket, role, Version::Old),
-            Content::Scalar(_) | Content::Trust { .. } | Content::Wire { .. } | Content::Scratch => Fact::Garbage,
+            Content::Scalar(_) | Content::Trust { .. } | Content::Wire { .. } | Content::Frame | Content::Scratch => Fact::Garbage,
         }
     }
 
@@ -389,6 +411,7 @@ impl<'a> Walk<'a> {
             | Content::Scalar(_)
             | Content::Trust { .. }
             | Content::Wire { .. }
+            | Content::Frame
             | Content::Scratch => AxisSet::EMPTY,
         };
         Flat { base: self.slot(buffer).1, pieces }
@@ -505,6 +528,7 @@ impl<'a> Walk<'a> {
                 let whose = if from.is_empty() { "this rank's".into() } else { format!("shares from {} of the", self.types.axes(from)) };
                 format!("on the wire {whose} gradients of {bucket} (beginning at byte {base}): {}", self.show_sum(sum))
             }
+            Fact::Frame { micro_batch, base, .. } => format!("a frame of micro-batch {micro_batch} (beginning at byte {base})"),
             Fact::Trust { bucket, pending } => {
                 format!("trust sums of {bucket}, {}", self.show_pending(Pending { axes: pending, stages: false }))
             }
@@ -558,6 +582,7 @@ impl<'a> Walk<'a> {
         let sums = |a: u32, b: u32| self.sums.get(b).is_shift_of(self.sums.get(a), shift);
         match (then, now) {
             (Fact::Value { value, sharding, micro_batch, base }, b) => b == Fact::Value { value, sharding, micro_batch: micro_batch + shift, base },
+            (Fact::Frame { number, micro_batch, base }, b) => b == Fact::Frame { number, micro_batch: micro_batch + shift, base },
             (Fact::Grad { bucket, sum, flat }, Fact::Grad { bucket: b, sum: s, flat: f }) => (bucket, flat) == (b, f) && sums(sum, s),
             (Fact::Wire { bucket, sum, from, base }, Fact::Wire { bucket: b, sum: s, from: f, base: at }) => {
                 (bucket, from, base) == (b, f, at) && sums(sum, s)

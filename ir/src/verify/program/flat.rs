@@ -14,7 +14,7 @@ use crate::mesh::AxisSet;
 use crate::program::{Content, Pattern, Role, Scalar, Write};
 
 /// Contents of a buffer, each up to a byte counted from its beginning.
-type Profile = Vec<(u64, Fact)>;
+pub(super) type Profile = Vec<(u64, Fact)>;
 
 impl Walk<'_> {
     /// Adds (or writes) a contribution to the gradient of a member.
@@ -308,7 +308,8 @@ impl Walk<'_> {
                 | Fact::State { .. }
                 | Fact::Scalar { .. }
                 | Fact::Trust { .. }
-                | Fact::Wire { .. } => None,
+                | Fact::Wire { .. }
+                | Fact::Frame { .. } => None,
             };
             let result = match (own, added) {
                 _ if own != rest => Err((dst, (Class::Content, "its pieces differ: it is not one gradient".to_string()))),
@@ -408,13 +409,13 @@ impl Walk<'_> {
             Fact::Zero => role == Role::Grad,
             Fact::Grad { bucket: b, flat, .. } => role == Role::Grad && (b, flat) == (bucket, self.flat(buffer)),
             Fact::State { bucket: b, role: r, flat, .. } => (b, r, flat) == (bucket, role, self.flat(buffer)),
-            Fact::Garbage | Fact::Value { .. } | Fact::Scalar { .. } | Fact::Trust { .. } | Fact::Wire { .. } => false,
+            Fact::Garbage | Fact::Value { .. } | Fact::Scalar { .. } | Fact::Trust { .. } | Fact::Wire { .. } | Fact::Frame { .. } => false,
         };
         if right { Ok(()) } else { Err((Class::Content, format!("expected {} of {bucket}, its bytes hold {}", role.name(), self.show(fact)))) }
     }
 
     /// A buffer's contents in order.
-    fn profile(&self, buffer: BufferId) -> Profile {
+    pub fn profile(&self, buffer: BufferId) -> Profile {
         let (range, grid) = (self.range(buffer), self.grid(buffer));
         let start = self.layout.starts[range.start];
         let seen = |at: usize| {
@@ -433,7 +434,9 @@ impl Walk<'_> {
                 Fact::State { bucket, role, version, .. } => Fact::State { bucket, role, version, flat },
                 Fact::Grad { bucket, sum, .. } => Fact::Grad { bucket, sum, flat },
                 Fact::Zero => Fact::Zero,
-                Fact::Garbage | Fact::Value { .. } | Fact::Scalar { .. } | Fact::Trust { .. } | Fact::Wire { .. } => Fact::Garbage,
+                Fact::Garbage | Fact::Value { .. } | Fact::Scalar { .. } | Fact::Trust { .. } | Fact::Wire { .. } | Fact::Frame { .. } => {
+                    Fact::Garbage
+                }
             };
             self.cells[at].set(grid, fact);
         }
@@ -499,7 +502,9 @@ impl Walk<'_> {
         let bucket = match row.content {
             Content::Flat { bucket, .. } => bucket,
             Content::Member { param, .. } => return Some(param),
-            Content::Value { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Wire { .. } | Content::Scratch => return None,
+            Content::Value { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Wire { .. } | Content::Frame | Content::Scratch => {
+                return None;
+            }
         };
         let elem = (self.layout.starts[at] - self.flat(buffer).base) / row.dtype.size();
         let members = &self.types.stage.buckets[bucket].members;
@@ -567,7 +572,7 @@ impl Walk<'_> {
 }
 
 /// The one content of `[from, to)` in a profile.
-fn only(profile: &Profile, from: u64, to: u64) -> Fact {
+pub(super) fn only(profile: &Profile, from: u64, to: u64) -> Fact {
     let first = profile.partition_point(|&(end, _)| end <= from);
     let last = profile.partition_point(|&(end, _)| end < to);
     match profile.get(first) {

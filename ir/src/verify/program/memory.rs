@@ -113,6 +113,7 @@ impl Layout {
                 | Content::Scalar(_)
                 | Content::Trust { .. }
                 | Content::Wire { .. }
+                | Content::Frame
                 | Content::Scratch => 0,
             };
             let at = |slot: u64| {

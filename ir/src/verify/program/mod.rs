@@ -30,6 +30,7 @@ mod clock;
 mod content;
 mod dataflow;
 mod flat;
+mod frame;
 mod matching;
 mod memory;
 mod progress;

@@ -261,7 +261,7 @@ impl Checker<'_> {
                 }
                 expect(bucket.elems * size, crate::dtype::DType::Bf16)?;
             }
-            Content::Scratch => {}
+            Content::Frame | Content::Scratch => {}
         }
         match &buffer.content {
             Content::Flat { pieces, .. } if *pieces == buffer.piece_axes => {}
@@ -322,9 +322,13 @@ impl Checker<'_> {
         let stages = self.program.stages.len() as u32;
         let dims = |buffer: BufferId| match &self.stage.buffers[buffer].content {
             Content::Value { sharding, .. } => sharding.dims.len() as u32,
-            Content::Member { .. } | Content::Flat { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Wire { .. } | Content::Scratch => {
-                u32::MAX
-            }
+            Content::Member { .. }
+            | Content::Flat { .. }
+            | Content::Scalar(_)
+            | Content::Trust { .. }
+            | Content::Wire { .. }
+            | Content::Frame
+            | Content::Scratch => u32::MAX,
         };
         let axes_in_mesh = |axes: AxisSet| self.program.mesh.all().includes(axes);
         match instr {

@@ -84,6 +84,7 @@ impl Types<'_> {
                     Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Trust { .. } => {
                         self.flat_step(*src, *dst, step, *pattern)
                     }
+                    Content::Frame => fault(*src, "a frame is copied only"),
                     Content::Scratch => fault(*src, "scratch is read"),
                 }
             }
@@ -97,7 +98,8 @@ impl Types<'_> {
             },
             &Instr::Copy { src, dst } => match (self.content(src), self.content(dst)) {
                 (Content::Flat { .. }, Content::Flat { .. }) if self.content(src) == self.content(dst) => Ok(()),
-                _ => fault(dst, "a copy is of a flat buffer, to one of the same"),
+                (Content::Frame, Content::Frame) if self.buffer(src).bytes == self.buffer(dst).bytes => Ok(()),
+                _ => fault(dst, "a copy is of a flat buffer, to one of the same, or of a frame, to one of as many bytes"),
             },
             &Instr::AddInto { src, dst } => self.add_into(src, dst),
             &Instr::Cast { src, dst } => match (self.content(src), self.content(dst)) {
@@ -147,9 +149,13 @@ impl Types<'_> {
                 let member = self.stage.buckets[bucket].members.iter().find(|m| m.param == param)?;
                 Some((self.graph.params[param].value, member.sharding.clone()))
             }
-            Content::Member { .. } | Content::Flat { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Wire { .. } | Content::Scratch => {
-                None
-            }
+            Content::Member { .. }
+            | Content::Flat { .. }
+            | Content::Scalar(_)
+            | Content::Trust { .. }
+            | Content::Wire { .. }
+            | Content::Frame
+            | Content::Scratch => None,
         }
     }
 
@@ -242,7 +248,7 @@ impl Types<'_> {
         match self.content(buffer) {
             Content::Value { sharding, .. } => Some(sharding.clone()),
             &Content::Member { bucket, param, .. } => Some(self.gradient(bucket, param)),
-            Content::Flat { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Wire { .. } | Content::Scratch => None,
+            Content::Flat { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Wire { .. } | Content::Frame | Content::Scratch => None,
         }
     }
 

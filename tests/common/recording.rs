@@ -4,6 +4,8 @@
 //! whose head can go on, so what no event orders happens in any order. Kernels run through the CPU shim, with the bounds of each argument checked; a communicator's members
 //! must come with the same call, in the same order. Memory is host memory, poisoned when allocated. Every call is logged.
 
+#[path = "by_library.rs"]
+pub mod by_library;
 #[path = "meeting.rs"]
 mod meeting;
 
@@ -11,6 +13,7 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::rc::Rc;
 
+use by_library::ByLibrary;
 use dplan::runtime::cuda::driver::{
     Access, Address, Captured, Communicator, Driver, DriverError, Event, Exchange, Kernel, Pinned, Queue, Rows, Value,
 };
@@ -85,6 +88,8 @@ pub enum Call {
 /// All devices of a job.
 pub struct World {
     kernels: Library,
+    /// Computes the products that launches say it may.
+    pub library: Option<ByLibrary>,
     /// What its devices say that they are.
     target: Target,
     devices: Vec<Device>,
@@ -181,6 +186,7 @@ impl World {
         let devices = (0..ranks).map(|_| Device::default()).collect();
         let world = World {
             kernels: library,
+            library: None,
             target,
             devices,
             groups: Vec::new(),
@@ -270,6 +276,9 @@ impl World {
         match op {
             Op::Launch(launch, values) => {
                 self.launched += 1;
+                if let (Some(product), Some(library)) = (&launch.instead, &mut self.library) {
+                    return library.multiply(product, &values);
+                }
                 let operand = |v: &Value| match *v {
                     Value::Int(i) => Operand::Int(i),
                     Value::Memory { at, bytes, access } => Operand::Memory { base: at.0 as *mut u8, bytes, writable: access == Access::Write },
@@ -459,6 +468,9 @@ impl Driver for Recorder {
 
     fn load(&mut self, launch: &Launch) -> Result<Kernel, DriverError> {
         self.call(Call::Take("kernel"), "cuModuleLoadData")?;
+        if let (Some(product), Some(library)) = (&launch.instead, &mut self.world.borrow_mut().library) {
+            library.describe(product);
+        }
         Ok(Kernel(self.device(|d| {
             d.kernels.push(Some(launch.clone()));
             d.kernels.len() as u64 - 1
@@ -469,7 +481,7 @@ impl Driver for Recorder {
     }
     fn launch(&mut self, kernel: Kernel, launch: &Launch, args: &[Value], stream: Queue) -> Result<(), DriverError> {
         self.call(Call::Launch { entry: launch.entry, stream: stream.0 as usize }, "cuLaunchKernel")?;
-        let as_loaded = |k: &Launch| (&k.text, k.entry, k.shared) == (&launch.text, launch.entry, launch.shared);
+        let as_loaded = |k: &Launch| (&k.text, k.entry, k.shared, k.instead) == (&launch.text, launch.entry, launch.shared, launch.instead);
         let same = self.device(|d| d.kernels[kernel.0 as usize].as_ref().is_some_and(as_loaded));
         assert!(same, "{} is launched as another kernel", launch.entry);
         self.queue(stream, Op::Launch(Box::new(launch.clone()), args.to_vec()));

@@ -10,6 +10,7 @@ use anyhow::{anyhow, ensure};
 use clap::ValueEnum;
 use dplan_ir::dropout::Draws;
 use dplan_ir::dtype::DType;
+use dplan_ir::init::name_hash;
 use dplan_ir::optimizer::StepScalars;
 use dplan_ir::program::{Role, Scalar};
 
@@ -52,6 +53,11 @@ pub fn run(args: &Args, file: &PlanFile, plan: u64, feed: Feed, weights: Option<
     let ranks = file.program.ranks();
     let process = Process::find(|name| std::env::var(name).ok(), ranks)?;
     let mut gpu = Gpu::open(process.local, timeout).map_err(Failure::fault)?;
+    if let Some(why) = gpu.lacks().filter(|_| process.rank == 0) {
+        eprintln!("note: {why}");
+    }
+    // Ranks that round their products otherwise would drift apart as those of another plan.
+    let plan = plan ^ name_hash(&gpu.products());
     if ranks > 1 {
         let made = if process.rank == 0 { unique_id().map_err(Failure::fault)? } else { UniqueId([0; 128]) };
         let id = process.share(plan, timeout, made.0).map_err(Failure::fault)?;

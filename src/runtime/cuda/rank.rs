@@ -13,6 +13,7 @@ use dplan_ir::dtype::DType;
 use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::{DecayGroups, StepScalars};
 use dplan_ir::program::{Program, Scalar, Stream};
+use dplan_kernels::cuda::library::Matmul;
 use dplan_kernels::cuda::{self, Arg, Routine, SCALAR_BYTES};
 
 use super::driver::{Access, Address, Captured, Communicator, Driver, DriverError, Event, Exchange, Kernel, Pinned, Queue, Rows, Value};
@@ -312,14 +313,15 @@ fn prepare<D: Driver>(driver: &mut D, program: &Program, rank: u64, code: &Code,
         taken.push(Taken::Event(event));
         if at < STREAMS { held.edges.push(event) } else { held.events.push(event) }
     }
-    // Launches of one text that need different amounts of shared memory are loaded apart: a kernel is told how much it may take.
-    let mut loaded: HashMap<(&str, &str, u32), Kernel> = HashMap::new();
+    // Launches of one text that need different amounts of shared memory are loaded apart, since a kernel is told how much it may take; so are products of different sizes that a
+    // library may compute.
+    let mut loaded: HashMap<(&str, &str, u32, Option<Matmul>), Kernel> = HashMap::new();
     for segment in &code.segments {
         let mut of_segment = Vec::with_capacity(segment.len());
         for (_, action) in segment {
             let mut of_action = Vec::new();
             for launch in action.routines().flat_map(|r| &r.launches) {
-                let key = (&launch.text[..], launch.entry, launch.shared);
+                let key = (&launch.text[..], launch.entry, launch.shared, launch.instead);
                 let kernel = match loaded.get(&key) {
                     Some(kernel) => *kernel,
                     None => {

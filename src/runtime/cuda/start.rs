@@ -32,7 +32,7 @@ pub enum StartError {
     Address,
     #[error("{address}: {why}")]
     Connect { address: String, why: String },
-    #[error("rank {rank} has another plan than rank 0 (hash {found:016x}, not {expected:016x})")]
+    #[error("rank {rank} has another plan than rank 0, or another cuBLASLt or table of products (hash {found:016x}, not {expected:016x})")]
     Plan { rank: u64, found: u64, expected: u64 },
     #[error("rank 0 says: {0}")]
     Refused(String),

@@ -1,8 +1,9 @@
-//! A GPU of this machine, through CUDA's driver, NVRTC and NCCL, all opened at run time.
+//! A GPU of this machine, through CUDA's driver, NVRTC, cuBLASLt and NCCL, all opened at run time.
 //!
 //! One process has one GPU and one thread that calls. Sizes, orders and names of calls are decided above ([`super::rank`]); here they become C. A step's end is polled, with
 //! the state of every communicator, so that a peer's failure or a hang ends the wait. Communicators are aborted then, never waited for.
 
+pub mod cublaslt;
 pub mod cuda;
 pub mod library;
 pub mod nccl;
@@ -10,11 +11,14 @@ pub mod nccl;
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::ptr::null_mut;
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+use dplan_kernels::cuda::library::{self as products, Library, Row};
 use dplan_kernels::cuda::{Launch, Target, TensorMap};
 use dplan_kernels::jit::{self, Arch, Cache, Nvrtc};
 
+use self::cublaslt::{CublasLt, Places, Product, WORKSPACE};
 use self::cuda::{Copy2D, Cuda, Handle, Tensor};
 use self::nccl::{Config, Nccl, UniqueId};
 use super::driver::{Address, Captured, Communicator, Driver, DriverError, Event, Exchange, Kernel, Pinned, Queue, Rows, Value};
@@ -33,6 +37,8 @@ pub enum AbsentError {
     Call(#[from] DriverError),
     #[error(transparent)]
     Nvrtc(#[from] jit::JitError),
+    #[error("{path}: {source}")]
+    Products { path: String, source: products::RowError },
 }
 
 /// A GPU, as one rank's device.
@@ -45,9 +51,22 @@ pub struct Gpu {
     timeout: Duration,
     streams: Vec<Handle>,
     pinned: HashMap<u64, (*mut u8, usize)>,
-    /// Module and function of each kernel.
-    kernels: Vec<(Handle, Handle)>,
+    kernels: Vec<Loaded>,
+    /// cuBLASLt, or why products have none.
+    library: Result<CublasLt, AbsentError>,
+    /// Who computes which product, where there is a library.
+    asked: Library,
+    /// The library's working memory on each stream that called it.
+    workspaces: HashMap<u64, Address>,
     world: Option<World>,
+}
+
+/// What a launch was made ready as.
+#[derive(Clone, Copy)]
+enum Loaded {
+    Kernel { module: Handle, function: Handle },
+    Product(Product),
+    Gone,
 }
 
 /// NCCL and the communicator of all ranks.
@@ -101,8 +120,43 @@ impl Gpu {
             cuda.check("cuDevicePrimaryCtxRetain", (cuda.context_retain)(&raw mut context, device))?;
             cuda.check("cuCtxSetCurrent", (cuda.context_set)(context))?;
         }
-        let cache = Cache::standard();
-        Ok(Gpu { cuda, nvrtc, cache, arch, device, timeout, streams: Vec::new(), pinned: HashMap::new(), kernels: Vec::new(), world: None })
+        let (cache, library) = (Cache::standard(), CublasLt::open());
+        let asked = if library.is_ok() { Library::Table(rows(&cache)?) } else { Library::Absent };
+        Ok(Gpu {
+            cuda,
+            nvrtc,
+            cache,
+            arch,
+            device,
+            timeout,
+            streams: Vec::new(),
+            pinned: HashMap::new(),
+            kernels: Vec::new(),
+            library,
+            asked,
+            workspaces: HashMap::new(),
+            world: None,
+        })
+    }
+
+    /// Asks the library for every product that it takes, or for none, whatever the table says: to time both.
+    pub fn ask_library(&mut self, asked: Library) {
+        self.asked = if self.library.is_ok() { asked } else { Library::Absent };
+    }
+    /// Why no library computes products, if none does.
+    pub fn lacks(&self) -> Option<&AbsentError> {
+        self.library.as_ref().err()
+    }
+    /// What decides how products round, in words: all ranks must have the same.
+    pub fn products(&self) -> String {
+        match (&self.library, self.asked) {
+            (Ok(library), Library::Table(rows)) => {
+                let rows: Vec<String> = rows.iter().map(Row::to_string).collect();
+                format!("cuBLASLt {:?}\n{}", library.version(), rows.join("\n"))
+            }
+            (Ok(library), Library::Always) => format!("cuBLASLt {:?} for all", library.version()),
+            (Ok(_), Library::Absent) | (Err(_), _) => "generated".into(),
+        }
     }
 
     /// Meets all ranks of the job.
@@ -166,10 +220,44 @@ impl Gpu {
         self.ask("cuTensorMapEncodeTiled", status).map_err(|e| DriverError { why: format!("{} ({map:?} at {:#x})", e.why, at.0), ..e })?;
         Ok(tensor)
     }
+    /// Has the library compute a product, whose matrices are the first arguments of the kernel in whose place it does.
+    fn multiply(&mut self, product: Product, args: &[Value], stream: Queue) -> Result<(), DriverError> {
+        let workspace = match self.workspaces.get(&stream.0) {
+            Some(at) => *at,
+            // The first step's calls: nothing is captured yet.
+            None => {
+                let at = self.allocate(WORKSPACE)?;
+                self.workspaces.insert(stream.0, at);
+                at
+            }
+        };
+        let at = |arg: usize| match args.get(arg) {
+            Some(Value::Memory { at, .. } | Value::Tensor { at, .. }) => Ok(*at),
+            Some(Value::Int(_)) | None => Err(DriverError { call: "cublasLtMatmul", why: format!("argument {arg} is no matrix") }),
+        };
+        let places = Places { operands: [at(0)?, at(1)?], out: at(2)?, workspace };
+        match &self.library {
+            Ok(library) => library.multiply(product, places, self.stream(stream)),
+            Err(_) => Err(DriverError { call: "cublasLtMatmul", why: "there is no library".into() }),
+        }
+    }
     fn host(&self, memory: Pinned, offset: u64) -> *mut c_void {
         // The address is the handle.
         (memory.0 + offset) as *mut c_void
     }
+}
+
+/// The table of products: what was measured on this machine, then what others published. Read once a process.
+fn rows(cache: &Cache) -> Result<&'static [Row], AbsentError> {
+    static ROWS: OnceLock<Vec<Row>> = OnceLock::new();
+    if let Some(rows) = ROWS.get() {
+        return Ok(rows);
+    }
+    let path = cache.folder().join(products::FILE);
+    let measured = std::fs::read_to_string(&path).unwrap_or_default();
+    let parsed = |text: &str| products::parse(text).map_err(|source| AbsentError::Products { path: path.display().to_string(), source });
+    let rows = [parsed(&measured)?, parsed(products::PUBLISHED)?].concat();
+    Ok(ROWS.get_or_init(|| rows))
 }
 
 fn unmet(call: &'static str) -> DriverError {
@@ -217,7 +305,7 @@ impl World {
 
 impl Driver for Gpu {
     fn target(&self) -> Target {
-        Target::of(self.arch)
+        Target { library: self.asked, ..Target::of(self.arch) }
     }
 
     fn allocate(&mut self, bytes: u64) -> Result<Address, DriverError> {
@@ -261,6 +349,9 @@ impl Driver for Gpu {
     }
     fn destroy_stream(&mut self, stream: Queue) -> Result<(), DriverError> {
         self.streams.retain(|s| *s as u64 != stream.0);
+        if let Some(at) = self.workspaces.remove(&stream.0) {
+            self.free(at)?;
+        }
         // SAFETY: created and destroyed once.
         self.ask("cuStreamDestroy", unsafe { (self.cuda.stream_destroy)(self.stream(stream)) })
     }
@@ -284,16 +375,20 @@ impl Driver for Gpu {
     }
 
     fn load(&mut self, launch: &Launch) -> Result<Kernel, DriverError> {
+        let kernel = Kernel(self.kernels.len() as u64);
+        if let (Some(product), Ok(library)) = (&launch.instead, &mut self.library) {
+            self.kernels.push(Loaded::Product(library.describe(product)?));
+            return Ok(kernel);
+        }
         let failed = |why: String| DriverError { call: "nvrtcCompileProgram", why };
         let (made, _) = self.cache.compile(&self.nvrtc, &jit::text(launch), self.arch).map_err(|e| failed(e.to_string()))?;
         let entry = CString::new(launch.entry).map_err(|e| failed(e.to_string()))?;
         let mut module = null_mut();
         // SAFETY: a handle to write to; the image outlives the call.
         self.ask("cuModuleLoadData", unsafe { (self.cuda.module_load)(&raw mut module, made.cubin.as_ptr().cast()) })?;
-        let kernel = Kernel(self.kernels.len() as u64);
-        self.kernels.push((module, null_mut()));
+        self.kernels.push(Loaded::Kernel { module, function: null_mut() });
         match self.function(module, &entry, launch.shared) {
-            Ok(function) => self.kernels[kernel.0 as usize].1 = function,
+            Ok(function) => self.kernels[kernel.0 as usize] = Loaded::Kernel { module, function },
             Err(error) => {
                 self.unload(kernel)?;
                 return Err(error);
@@ -302,11 +397,22 @@ impl Driver for Gpu {
         Ok(kernel)
     }
     fn unload(&mut self, kernel: Kernel) -> Result<(), DriverError> {
-        let module = std::mem::replace(&mut self.kernels[kernel.0 as usize], (null_mut(), null_mut())).0;
-        // SAFETY: loaded and unloaded once.
-        self.ask("cuModuleUnload", unsafe { (self.cuda.module_unload)(module) })
+        match std::mem::replace(&mut self.kernels[kernel.0 as usize], Loaded::Gone) {
+            // SAFETY: loaded and unloaded once.
+            Loaded::Kernel { module, .. } => self.ask("cuModuleUnload", unsafe { (self.cuda.module_unload)(module) }),
+            Loaded::Product(product) => {
+                self.library.iter_mut().for_each(|library| library.forget(product));
+                Ok(())
+            }
+            Loaded::Gone => Err(DriverError { call: "cuModuleUnload", why: "unloaded twice".into() }),
+        }
     }
     fn launch(&mut self, kernel: Kernel, launch: &Launch, args: &[Value], stream: Queue) -> Result<(), DriverError> {
+        let function = match self.kernels[kernel.0 as usize] {
+            Loaded::Kernel { function, .. } => function,
+            Loaded::Product(product) => return self.multiply(product, args, stream),
+            Loaded::Gone => return Err(DriverError { call: "cuLaunchKernel", why: format!("{} was unloaded", launch.entry) }),
+        };
         // Pointers and integers of kernels have eight bytes each, tensors as many as CUDA says.
         let mut values: Vec<Tensor> = Vec::with_capacity(args.len());
         for arg in args {
@@ -318,7 +424,6 @@ impl Driver for Gpu {
             });
         }
         let mut pointers: Vec<*mut c_void> = values.iter_mut().map(|v| std::ptr::from_mut(v).cast()).collect();
-        let function = self.kernels[kernel.0 as usize].1;
         // SAFETY: the kernel takes as many arguments as its launch lists; they are copied before the call returns.
         let status = unsafe {
             (self.cuda.launch)(

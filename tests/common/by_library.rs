@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use dplan::runtime::cuda::driver::{Address, Value};
+use dplan::runtime::cuda::driver::{Address, Queue, Value};
 use dplan::runtime::cuda::gpu::cublaslt::{CublasLt, Places, Product, WORKSPACE};
 use dplan_kernels::cuda::library::Matmul;
 use dplan_kernels::shim;
@@ -51,7 +51,7 @@ impl ByLibrary {
         let workspace = self.workspace.as_ptr();
         let workspace = Address(workspace as u64 + workspace.align_offset(256) as u64);
         let places = Places { operands: [at(0), at(1)], out: at(2), workspace };
-        self.library.multiply(self.described[product], places, std::ptr::null_mut()).unwrap_or_else(|e| panic!("{e}"));
+        self.library.multiply(self.described[product], places, Queue(0)).unwrap_or_else(|e| panic!("{e}"));
         self.multiplied += 1;
     }
 }

@@ -16,7 +16,7 @@ use dplan_kernels::jit;
 use super::AbsentError;
 use super::cuda::Handle;
 use super::library::{Opened, functions};
-use crate::runtime::cuda::driver::{Address, DriverError};
+use crate::runtime::cuda::driver::{Address, DriverError, Queue};
 
 /// Bytes that a product may use besides its operands: what NVIDIA gives its own calls on Hopper.
 pub const WORKSPACE: u64 = 32 << 20;
@@ -158,7 +158,7 @@ impl CublasLt {
     ///
     /// # Errors
     /// If the library refuses.
-    pub fn multiply(&self, product: Product, at: Places, stream: Handle) -> Result<(), DriverError> {
+    pub fn multiply(&self, product: Product, at: Places, stream: Queue) -> Result<(), DriverError> {
         let Some(made) = &self.products[product.0] else {
             return Err(DriverError { call: "cublasLtMatmul", why: "a product that was given back".into() });
         };
@@ -185,7 +185,7 @@ impl CublasLt {
                 &raw const made.algorithm,
                 at.workspace.0,
                 made.workspace,
-                stream,
+                stream.0 as Handle,
             )
         })
     }

@@ -237,7 +237,7 @@ impl Gpu {
         };
         let places = Places { operands: [at(0)?, at(1)?], out: at(2)?, workspace };
         match &self.library {
-            Ok(library) => library.multiply(product, places, self.stream(stream)),
+            Ok(library) => library.multiply(product, places, stream),
             Err(_) => Err(DriverError { call: "cublasLtMatmul", why: "there is no library".into() }),
         }
     }

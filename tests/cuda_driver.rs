@@ -8,9 +8,11 @@ use std::ffi::c_void;
 use std::time::Duration;
 
 use by_library::build;
+use dplan::runtime::cuda::disk::{Disk, Parts};
 use dplan::runtime::cuda::driver::{Access, Address, Driver, Exchange, Pinned, Queue, Rows, Value};
 use dplan::runtime::cuda::gpu::{AbsentError, Gpu, nccl::UniqueId, unique_id};
 use dplan::runtime::cuda::load::{Primitive, Reduction};
+use dplan::runtime::scratch::{Scratch, Way};
 use dplan_ir::dtype::DType;
 use dplan_ir::optimizer::{Hyper, StepScalars};
 use dplan_ir::program::Write;
@@ -121,6 +123,7 @@ fn drive(gpu: &mut Gpu, stand_in: &Library) {
     gives_tensors(gpu, device, pinned, stream);
     multiplies(gpu, device, pinned, stream, stand_in);
     replays(gpu, device, pinned, stream);
+    reaches_a_file(gpu, pinned, stream);
     // Rows: the second of each pair of bytes.
     let bytes: Vec<u8> = (0..16).collect();
     gpu.pinned(pinned)[..16].copy_from_slice(&bytes);
@@ -212,6 +215,40 @@ fn multiplies(gpu: &mut Gpu, device: Address, pinned: Pinned, stream: Queue, sta
     assert_eq!(gpu.unload(kernel).unwrap_err().why, "unloaded twice");
     gpu.ask_library(library::Library::Absent);
     assert_eq!((gpu.target().library, &gpu.products()[..]), (library::Library::Absent, "generated"));
+}
+
+/// What goes to a file comes back from there, in pieces.
+fn reaches_a_file(gpu: &mut Gpu, pinned: Pinned, stream: Queue) {
+    let device = gpu.allocate(4096).unwrap();
+    let bytes: Vec<u8> = (0..4096u32).map(|i| (i * 7 % 251) as u8).collect();
+    let (pieces, disks) = (gpu.pin(Parts::pinned_bytes(1024)).unwrap(), gpu.create_stream().unwrap());
+    let events: Vec<_> = (0..Parts::EVENTS).map(|_| gpu.create_event().unwrap()).collect();
+    let file = Scratch::new(&common::scratch("cuda_driver_file"), 0, 10_000).unwrap();
+    let mut disk = Disk::new(gpu, file, &Parts { pieces, piece: 1024, stream: disks, events: events.clone() });
+    for way in [Way::Out, Way::In] {
+        gpu.pinned(pinned).copy_from_slice(&bytes);
+        disk.begin();
+        if way == Way::Out {
+            gpu.copy_in(device, pinned, 0, 4096, stream).unwrap();
+        } else {
+            gpu.zero(device, 4096, stream).unwrap();
+        }
+        disk.carry(gpu, way, device, 100, 4096, stream).unwrap();
+        gpu.copy_out(pinned, 0, device, 4096, stream).unwrap();
+        gpu.synchronise().unwrap();
+        disk.check().unwrap();
+        assert!(gpu.pinned(pinned) == bytes, "{way:?}");
+    }
+    disk.begin();
+    disk.carry(gpu, Way::In, device, 1 << 40, 1, stream).unwrap();
+    gpu.synchronise().unwrap();
+    let error = disk.check().unwrap_err().to_string();
+    assert!(error.starts_with("pread: its scratch file: "), "{error}");
+    assert_eq!(disk.close(), None, "no errand is under way");
+    events.into_iter().for_each(|event| gpu.destroy_event(event).unwrap());
+    gpu.destroy_stream(disks).unwrap();
+    gpu.unpin(pieces).unwrap();
+    gpu.free(device).unwrap();
 }
 
 /// A kernel gets a tensor as the driver encodes it: where it lies and how.

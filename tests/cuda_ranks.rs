@@ -105,7 +105,7 @@ impl Model {
     }
     fn devices(&self, world: &Rc<RefCell<World>>, decay: DecayGroups) -> Result<Devices<Recorder>, RuntimeError> {
         let drivers = (0..self.program.ranks()).map(|r| (r, Recorder::new(world, r))).collect();
-        Devices::new(self.graph.clone(), self.program.clone(), drivers, decay)
+        Devices::new(self.graph.clone(), self.program.clone(), drivers, &Options { decay, ..Options::default() })
     }
 }
 

@@ -8,6 +8,7 @@ pub mod block;
 pub mod cpu;
 pub mod cuda;
 pub mod loss_scale;
+pub mod scratch;
 pub mod view;
 pub mod watch;
 

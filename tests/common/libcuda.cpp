@@ -125,6 +125,7 @@ API int cuMemcpy2DAsync_v2(const Copy2D* c, void*) {
     });
 }
 API int cuMemsetD8Async(uint64_t p, unsigned char v, size_t n, void*) { return queue([=] { std::memset((void*)p, v, n); }); }
+API int cuLaunchHostFunc(void* s, void (*function)(void*), void* data) { return live.count(s) ? queue([=] { function(data); }) : 400; }
 API int cuStreamBeginCapture_v2(void* s, int mode) {
     if (!live.count(s) || mode != 2 || capturing) return 1;
     capturing = new (take(sizeof(Graph))) Graph;

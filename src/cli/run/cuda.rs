@@ -21,6 +21,7 @@ use crate::cli::{Failure, Outcome, Result};
 use crate::feed::{Batches, Feed};
 use crate::import::weights::Weights;
 use crate::planfile::PlanFile;
+use crate::runtime::Options;
 use crate::runtime::cuda::gpu::{Gpu, cuda::Cuda, nccl::UniqueId, unique_id};
 use crate::runtime::cuda::rank::Launch;
 use crate::runtime::cuda::session::Session;
@@ -63,8 +64,10 @@ pub fn run(args: &Args, file: &PlanFile, plan: u64, feed: Feed, weights: Option<
         let id = process.share(plan, timeout, made.0).map_err(Failure::fault)?;
         gpu.join(UniqueId(id), process.rank, ranks).map_err(Failure::fault)?;
     }
-    let made = Session::new(file.graph.clone(), file.program.clone(), vec![(process.rank, gpu)], args.decay.groups());
-    let mut session = made.map_err(Failure::fault)?;
+    let scratch = args.scratch.clone().unwrap_or_else(std::env::temp_dir);
+    let options = Options { timeout, decay: args.decay.groups(), scratch, ..Options::default() };
+    let mut session = Session::new(file.graph.clone(), file.program.clone(), vec![(process.rank, gpu)], &options).map_err(Failure::fault)?;
+    session.remarks().iter().for_each(|remark| eprintln!("note: {remark}"));
     session.launch(match args.launch {
         LaunchBy::Graph => Launch::Graph,
         LaunchBy::Each => Launch::Each,

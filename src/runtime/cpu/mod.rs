@@ -14,7 +14,6 @@ pub mod collective;
 pub mod executor;
 pub mod load;
 pub mod meeting;
-pub mod scratch;
 pub mod session;
 pub mod state;
 

@@ -19,9 +19,9 @@ use dplan_kernels::cpu::Threads;
 use super::arena::{Arena, Slot};
 use super::executor::{Executor, Poisoned, Seen, World, scalar};
 use super::load::{Action, Code, Item, Loaded, load};
-use super::scratch::{Porter, Scratch};
 use super::state::{self, Holding, Which};
 use crate::runtime::batch::input_elems;
+use crate::runtime::scratch::{Porter, Scratch, by_the_page_cache};
 use crate::runtime::{Batch, Options, RankMemory, Rehearsal, RuntimeError, Span, Stall, StepResult};
 
 /// A rank that waits looks at its queues more often than this, also on a machine that is busy.
@@ -138,9 +138,7 @@ impl Session {
     }
     /// What a user should know of how it runs.
     pub fn remarks(&self) -> Vec<String> {
-        let cached = self.shared.world.arenas.iter().find_map(|arena| arena.file()?.cached());
-        let remark = |why: &str| format!("scratch files go through the page cache, which takes memory: no direct I/O there ({why})");
-        cached.map(remark).into_iter().collect()
+        self.shared.world.arenas.iter().find_map(|arena| arena.file()?.cached()).map(by_the_page_cache).into_iter().collect()
     }
     /// Nanoseconds since the session began: the clock of [`Span`]s.
     pub fn clock(&self) -> u64 {

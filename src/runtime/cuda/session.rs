@@ -8,14 +8,15 @@ use dplan_ir::entity::{ParamId, Table};
 use dplan_ir::extent::Seat;
 use dplan_ir::graph::Graph;
 use dplan_ir::init;
-use dplan_ir::optimizer::{DecayGroups, StepScalars};
-use dplan_ir::program::{Content, Program, Role};
+use dplan_ir::optimizer::StepScalars;
+use dplan_ir::program::{Content, Program, Role, Space};
 
 use super::driver::Driver;
 use super::rank::{Launch, Rank};
 use crate::runtime::block::{Block, Stretch};
+use crate::runtime::scratch::by_the_page_cache;
 use crate::runtime::view::View;
-use crate::runtime::{Batch, RuntimeError, StepResult};
+use crate::runtime::{Batch, Options, RuntimeError, StepResult};
 use crate::safetensors::{decode, encode};
 
 /// Ranks and their devices.
@@ -30,9 +31,9 @@ impl<D: Driver> Session<D> {
     /// Makes ranks ready on their devices. All memory is zero.
     ///
     /// # Errors
-    /// What in the program no kernel does, and what a device refuses.
-    pub fn new(graph: Graph, program: Program, drivers: Vec<(u64, D)>, decay: DecayGroups) -> Result<Session<D>, RuntimeError> {
-        let one = |(rank, driver)| Rank::new(driver, &graph, &program, rank, decay);
+    /// What in the program no kernel does, what a device refuses, and a folder that has no room for a file.
+    pub fn new(graph: Graph, program: Program, drivers: Vec<(u64, D)>, options: &Options) -> Result<Session<D>, RuntimeError> {
+        let one = |(rank, driver)| Rank::new(driver, &graph, &program, rank, options);
         let ranks = drivers.into_iter().map(one).collect::<Result<_, _>>()?;
         Ok(Session { graph, program, ranks, ended: false })
     }
@@ -73,7 +74,7 @@ impl<D: Driver> Session<D> {
             for (at, home) in homes {
                 let mut bytes = vec![0; home.held.len() * home.dtype.size() as usize];
                 home.each(|s| (0..s.len).for_each(|i| encode(home.dtype, values[s.logical + i], &mut bytes, s.local + i)));
-                let wrote = self.ranks[*at].write(home.offset, &bytes);
+                let wrote = self.ranks[*at].write(home.space, home.offset, &bytes);
                 self.noted(wrote)?;
             }
         }
@@ -91,7 +92,7 @@ impl<D: Driver> Session<D> {
         for at in 0..self.ranks.len() {
             for home in self.homes(at, role)? {
                 let mut bytes = vec![0; home.held.len() * home.dtype.size() as usize];
-                let read = self.ranks[at].read(home.offset, &mut bytes);
+                let read = self.ranks[at].read(home.space, home.offset, &mut bytes);
                 self.noted(read)?;
                 let values = &mut values[home.param];
                 home.each(|s| (0..s.len).for_each(|i| values[s.logical + i] = decode(home.dtype, &bytes, s.local + i)));
@@ -122,6 +123,11 @@ impl<D: Driver> Session<D> {
         Ok(StepResult { loss, grad_norm, seconds: begin.elapsed().as_secs_f64() })
     }
 
+    /// What a user should know of how it runs.
+    pub fn remarks(&self) -> Vec<String> {
+        self.ranks.iter().find_map(Rank::cached).map(by_the_page_cache).into_iter().collect()
+    }
+
     pub fn ranks(&self) -> &[Rank<D>] {
         &self.ranks
     }
@@ -148,7 +154,7 @@ impl<D: Driver> Session<D> {
         for (id, bucket) in of_stage.buckets.iter() {
             let Some(home) = of_stage.home(id, role) else { continue };
             let Content::Flat { pieces, .. } = of_stage.buffers[home].content else { continue };
-            let place = view.place(home).map_err(|why| RuntimeError::Program { stage: stage as u32, at: role.name().into(), why })?;
+            let (space, place) = view.anywhere(home).map_err(|why| RuntimeError::Program { stage: stage as u32, at: role.name().into(), why })?;
             let first = (mesh.position(local_rank, pieces) * (bucket.elems / mesh.size(pieces))) as usize;
             let end = first + place.elems() as usize;
             for member in &bucket.members {
@@ -158,7 +164,7 @@ impl<D: Driver> Session<D> {
                 let (from, to) = (begin.max(first), (begin + block.elems()).min(end));
                 if from < to {
                     let offset = place.offset + (from - first) as u64 * place.dtype.size();
-                    homes.push(Home { param: member.param, offset, dtype: place.dtype, held: from - begin..to - begin, block });
+                    homes.push(Home { param: member.param, space, offset, dtype: place.dtype, held: from - begin..to - begin, block });
                 }
             }
         }
@@ -166,9 +172,10 @@ impl<D: Driver> Session<D> {
     }
 }
 
-/// What a rank's arena holds of a parameter, in one piece.
+/// What a rank's memory holds of a parameter, in one piece.
 struct Home {
     param: ParamId,
+    space: Space,
     offset: u64,
     dtype: DType,
     /// Elements of the block that lie there, padding included.

@@ -57,6 +57,7 @@ functions! {
         copy_in = "cuMemcpyHtoDAsync_v2"(u64, *const c_void, usize, Handle),
         copy_out = "cuMemcpyDtoHAsync_v2"(*mut c_void, u64, usize, Handle),
         copy_rows = "cuMemcpy2DAsync_v2"(*const Copy2D, Handle),
+        host_function = "cuLaunchHostFunc"(Handle, unsafe extern "C" fn(*mut c_void), *mut c_void),
         fill = "cuMemsetD8Async"(u64, u8, usize, Handle),
         error_name = "cuGetErrorName"(c_int, *mut *const c_char),
     }

@@ -11,7 +11,7 @@ pub mod nccl;
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::ptr::null_mut;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use dplan_kernels::cuda::library::{self as products, Library, Row};
@@ -21,6 +21,7 @@ use dplan_kernels::jit::{self, Arch, Cache, Nvrtc};
 use self::cublaslt::{CublasLt, Places, Product, WORKSPACE};
 use self::cuda::{Copy2D, Cuda, Handle, Tensor};
 use self::nccl::{Config, Nccl, UniqueId};
+use super::disk::Errand;
 use super::driver::{Address, Captured, Communicator, Driver, DriverError, Event, Exchange, Kernel, Pinned, Queue, Rows, Value};
 use super::load::Primitive;
 
@@ -322,8 +323,6 @@ impl Driver for Gpu {
         let mut at = null_mut();
         // SAFETY: an address to write to.
         self.ask("cuMemHostAlloc", unsafe { (self.cuda.host_alloc)(&raw mut at, bytes as usize, 0) })?;
-        // SAFETY: just allocated; zero bytes are as good as any.
-        unsafe { std::ptr::write_bytes(at.cast::<u8>(), 0, bytes as usize) };
         self.pinned.insert(at as u64, (at.cast(), bytes as usize));
         Ok(Pinned(at as u64))
     }
@@ -455,6 +454,14 @@ impl Driver for Gpu {
         let what = Copy2D::on_device(rows);
         // SAFETY: both ranges are allocated; the description is read before the call returns.
         self.ask("cuMemcpy2DAsync", unsafe { (self.cuda.copy_rows)(&raw const what, self.stream(stream)) })
+    }
+    fn call(&mut self, errand: &Arc<Errand>, stream: Queue) -> Result<(), DriverError> {
+        unsafe extern "C" fn run(errand: *mut c_void) {
+            // SAFETY: a live errand, that its owner keeps until it was done.
+            unsafe { &*errand.cast::<Errand>() }.run();
+        }
+        // SAFETY: as above; the function takes a pointer.
+        self.ask("cuLaunchHostFunc", unsafe { (self.cuda.host_function)(self.stream(stream), run, Arc::as_ptr(errand).cast_mut().cast()) })
     }
     fn zero(&mut self, at: Address, bytes: u64, stream: Queue) -> Result<(), DriverError> {
         // SAFETY: the range is allocated.

@@ -25,7 +25,7 @@ use dplan_kernels::shim::{self, Library};
 use recording::{Call, Recorder, World};
 
 /// With the smallest tiles of warpgroups alone.
-const TARGET: Target = Target { arch: Arch::Sm90a, tiles: TILES.split_at(2).0 };
+const TARGET: Target = Target { tiles: TILES.split_at(2).0, ..Target::of(Arch::Sm90a) };
 const HYPER: Hyper = Hyper { lr: 0.01, beta1: 0.9, beta2: 0.95, eps: 1e-6, weight_decay: 0.1, momentum: 0.9, clip: 1.0 };
 const MODEL: &str = r#"{
   "dplan": 1,

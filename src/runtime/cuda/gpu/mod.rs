@@ -20,7 +20,7 @@ use dplan_kernels::jit::{self, Arch, Cache, Nvrtc};
 
 use self::cublaslt::{CublasLt, Places, Product, WORKSPACE};
 use self::cuda::{Copy2D, Cuda, Handle, Tensor};
-use self::nccl::{Config, Nccl, UniqueId};
+use self::nccl::{Config, Nccl, Place, UniqueId, World};
 use super::disk::Errand;
 use super::driver::{Address, Captured, Communicator, Driver, DriverError, Event, Exchange, Kernel, Pinned, Queue, Rows, Value};
 use super::load::Primitive;
@@ -68,15 +68,6 @@ enum Loaded {
     Kernel { module: Handle, function: Handle },
     Product(Product),
     Gone,
-}
-
-/// NCCL and the communicator of all ranks.
-struct World {
-    nccl: &'static Nccl,
-    /// Of this process.
-    rank: u64,
-    all: Handle,
-    parts: Vec<Handle>,
 }
 
 /// Makes the id that all ranks of a job share.
@@ -263,45 +254,6 @@ fn rows(cache: &Cache) -> Result<&'static [Row], AbsentError> {
 
 fn unmet(call: &'static str) -> DriverError {
     DriverError { call, why: "this rank has met no others".into() }
-}
-
-/// Where NCCL writes a handle. A thread of its own may do so for as long as the call has not settled; until then this memory is nobody else's, and stays so if it never settles.
-struct Place(*mut Handle);
-
-impl Place {
-    fn new() -> Place {
-        Place(Box::into_raw(Box::new(null_mut())))
-    }
-    /// What was written so far.
-    fn get(&self) -> Handle {
-        // SAFETY: allocated above and not freed while there is a `Place`.
-        unsafe { self.0.read_volatile() }
-    }
-    /// What was written, once nothing more will be.
-    fn settled(self) -> Handle {
-        // SAFETY: allocated as a box above, and taken back once.
-        *unsafe { Box::from_raw(self.0) }
-    }
-}
-
-impl World {
-    /// Waits until what a communicator was last asked has begun.
-    fn settle(&self, call: &'static str, communicator: Handle, timeout: Duration) -> Result<(), DriverError> {
-        let begin = Instant::now();
-        loop {
-            let mut state = 0;
-            // SAFETY: an integer to write to.
-            self.nccl.check("ncclCommGetAsyncError", unsafe { (self.nccl.async_error)(communicator, &raw mut state) })?;
-            self.nccl.check(call, state)?;
-            if state == 0 {
-                return Ok(());
-            }
-            if begin.elapsed() > timeout {
-                return Err(DriverError { call, why: format!("peers did not come within {} s", timeout.as_secs()) });
-            }
-            std::thread::yield_now();
-        }
-    }
 }
 
 impl Driver for Gpu {

@@ -4,9 +4,12 @@ mod common;
 #[path = "common/stand_in.rs"]
 mod stand_in;
 
+use std::path::Path;
 use std::process::{Command, Output};
 
 use common::{dplan_ok, json_lines, scratch};
+use dplan::planfile::PlanFile;
+use dplan_ir::program::{Instr, Issue};
 use stand_in::stand_in;
 
 const MODEL: &str = r#"{
@@ -38,6 +41,22 @@ fn steps(output: &Output) -> Vec<[f64; 2]> {
     lines.iter().filter(|line| line["step"].is_u64()).map(|line| ["loss", "grad_norm"].map(|key| line[key].as_f64().unwrap())).collect()
 }
 
+/// The profile has every instruction that does something, and lies over the plan.
+fn is_compared(plan: &str, profile: &str, offload: &str) {
+    let program = PlanFile::read(Path::new(plan)).unwrap().program;
+    let stage = &program.stages[0];
+    let does = |issue: &&Issue| !matches!(issue.instr, Instr::Record(_) | Instr::Wait(_));
+    let of_step: usize = stage.schedule.iter().map(|call| stage.segments[call.segment].body.iter().filter(does).count()).sum();
+    let trace: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(profile).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let of = |category: &str| events.iter().filter(|e| e["cat"] == category).count();
+    assert_eq!(of("compute") + of("copy"), 3 * of_step);
+    assert_eq!(of("copy") > 0, offload != "none");
+    assert!(events.iter().all(|e| e["dur"].as_f64().is_none_or(|d| d >= 0.0)));
+    let said = dplan_ok(&["compare", plan, profile]);
+    assert!(said.contains("step"), "{said}");
+}
+
 #[test]
 fn one_rank_trains_on_a_gpu_as_on_the_cpu() {
     let Some(environment) = stand_in("8") else { return };
@@ -60,6 +79,9 @@ fn one_rank_trains_on_a_gpu_as_on_the_cpu() {
         }
         let [cpu, cuda] = weights.map(|path| std::fs::read(path).unwrap());
         assert_eq!(cpu.len(), cuda.len());
+        let out = dir.join("out.json").display().to_string();
+        steps(&run(&["run", &plan, "--device", "cuda", "--steps", "3", "--json", "--profile", &out], &environment));
+        is_compared(&plan, &out, offload);
         println!("{offload}: losses and norms of 4 steps as on CPU ranks");
     }
 }

@@ -1,6 +1,6 @@
 // A stand-in for NVRTC, which makes of a kernel's text a library of the CPU shim, and in the place of machine code gives the path of that.
 //
-// `STAND_IN_FOLDER` is where libraries are kept, and where `host.h` is, the prelude of the shim. `STAND_IN_PRELUDE` is the length of the prelude that texts begin with for a GPU. The compiler is `CXX`.
+// `STAND_IN_FOLDER` is where libraries are kept, and where `host.h` is, the prelude of the shim. `STAND_IN_PRELUDE` is the length of the prelude that texts begin with for a GPU. The compiler is `CXX`, with `STAND_IN_FLAGS`.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -54,8 +54,7 @@ API int nvrtcCompileProgram(Program* p, int, const char* const*) {
     for (auto& k : kernels)
         all += "DP_ENTRY(" + k + "_run, kernel::" + k + ")\nextern \"C\" { const char* " + k + "_kinds = kinds(&kernel::" + k + "); }\n";
     std::ofstream(own + ".cpp") << all;
-    std::string flags = " -std=c++17 -O1 -fPIC -shared -w -fno-strict-aliasing -ffp-contract=off -fno-tree-sra";
-    std::string command = (compiler.empty() ? "c++" : compiler) + flags + " -I" + folder + " " + own + ".cpp -o " + own + ".so 2> " + own + ".log";
+    std::string command = compiler + " " + variable("STAND_IN_FLAGS") + " -shared -I" + folder + " " + own + ".cpp -o " + own + ".so 2> " + own + ".log";
     int status = std::system(command.c_str());
     std::ifstream log(own + ".log");
     p->log.assign(std::istreambuf_iterator<char>(log), {});

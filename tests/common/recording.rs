@@ -6,6 +6,8 @@
 
 #[path = "by_library.rs"]
 pub mod by_library;
+#[path = "call.rs"]
+mod call;
 #[path = "capture.rs"]
 mod capture;
 #[path = "meeting.rs"]
@@ -17,85 +19,16 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use by_library::ByLibrary;
+pub use call::Call;
 use capture::Capture;
 use dplan::runtime::cuda::disk::Errand;
 use dplan::runtime::cuda::driver::{
     Access, Address, Captured, Communicator, Driver, DriverError, Event, Exchange, Kernel, Pinned, Queue, Rows, Value,
 };
-use dplan::runtime::cuda::load::Primitive;
-use dplan::runtime::scratch::Way;
 use dplan_ir::splitmix;
 use dplan_kernels::cuda::{Launch, Target};
 use dplan_kernels::shim::{Library, Operand};
 use meeting::{Group, Meeting, meet, sizes};
-
-/// A call that was made; streams and events by the order in which the rank made them.
-#[derive(Clone, PartialEq, Debug)]
-pub enum Call {
-    Take(&'static str),
-    /// Memory, an event, …: what it was, in the order of making.
-    GiveBack(&'static str),
-    Record {
-        event: usize,
-        stream: usize,
-    },
-    Wait {
-        event: usize,
-        stream: usize,
-    },
-    Launch {
-        entry: &'static str,
-        stream: usize,
-    },
-    CopyIn {
-        to: u64,
-        bytes: u64,
-        stream: usize,
-    },
-    CopyOut {
-        from: u64,
-        bytes: u64,
-        stream: usize,
-    },
-    Rows {
-        to: u64,
-        bytes: u64,
-        stream: usize,
-    },
-    Zero {
-        at: u64,
-        bytes: u64,
-        stream: usize,
-    },
-    Errand {
-        way: Way,
-        address: u64,
-        bytes: u64,
-        stream: usize,
-    },
-    Exchange {
-        members: Vec<u64>,
-        primitive: Primitive,
-        elems: u64,
-        stream: usize,
-    },
-    Send {
-        to: u64,
-        bytes: u64,
-        stream: usize,
-    },
-    Receive {
-        from: u64,
-        bytes: u64,
-        stream: usize,
-    },
-    BeginCapture,
-    EndCapture,
-    Replay {
-        stream: usize,
-    },
-    Synchronise,
-}
 
 /// All devices of a job.
 pub struct World {
@@ -108,6 +41,7 @@ pub struct World {
     groups: Vec<Group>,
     random: u64,
     launched: u64,
+    done: u64,
     /// Calls made so far, by all ranks, that may fail.
     pub calls: Vec<&'static str>,
     /// The call that fails.
@@ -125,6 +59,8 @@ struct Device {
     streams: Vec<Option<VecDeque<Op>>>,
     /// Records issued and done.
     events: Vec<Option<(u64, u64)>>,
+    /// When each was last recorded: how many things were done before.
+    times: HashMap<usize, u64>,
     kernels: Vec<Option<Launch>>,
     communicators: Vec<usize>,
     capture: Option<Capture>,
@@ -173,6 +109,7 @@ impl World {
             groups: Vec::new(),
             random: seed,
             launched: 0,
+            done: 0,
             calls: Vec::new(),
             fails: None,
             after_failure: Vec::new(),
@@ -254,6 +191,7 @@ impl World {
     }
 
     fn execute(&mut self, rank: usize, op: Op) {
+        self.done += 1;
         match op {
             Op::Launch(launch, values) => {
                 self.launched += 1;
@@ -289,6 +227,7 @@ impl World {
             Op::Zero { at, bytes } => unsafe { std::ptr::write_bytes(at as *mut u8, 0, bytes as usize) },
             Op::Errand(errand) => errand.run(),
             Op::Record { event, number } => {
+                self.devices[rank].times.insert(event, self.done);
                 if let Some(event) = &mut self.devices[rank].events[event] {
                     event.1 = event.1.max(number);
                 }
@@ -431,6 +370,13 @@ impl Driver for Recorder {
             d.events.push(Some((0, 0)));
             d.events.len() as u64 - 1
         })))
+    }
+    fn create_clock(&mut self) -> Result<Event, DriverError> {
+        self.create_event()
+    }
+    fn elapsed(&mut self, from: Event, to: Event) -> Result<u64, DriverError> {
+        let times = self.device(|d| [from, to].map(|event| d.times[&(event.0 as usize)]));
+        Ok(times[1].saturating_sub(times[0]))
     }
     fn destroy_event(&mut self, event: Event) -> Result<(), DriverError> {
         self.give_back("event", |d| assert!(d.events[event.0 as usize].take().is_some(), "destroyed twice"))

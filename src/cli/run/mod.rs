@@ -6,6 +6,7 @@
 mod cuda;
 mod faults;
 mod settings;
+mod summary;
 mod train;
 
 use super::output::seconds;

@@ -117,6 +117,10 @@ pub trait Driver {
     fn create_stream(&mut self) -> Result<Queue, DriverError>;
     fn destroy_stream(&mut self, stream: Queue) -> Result<(), DriverError>;
     fn create_event(&mut self) -> Result<Event, DriverError>;
+    /// An event that takes the time when it is recorded.
+    fn create_clock(&mut self) -> Result<Event, DriverError>;
+    /// Nanoseconds from the record of one clock to that of another, both of which have completed; none if the other was first.
+    fn elapsed(&mut self, from: Event, to: Event) -> Result<u64, DriverError>;
     fn destroy_event(&mut self, event: Event) -> Result<(), DriverError>;
     fn record(&mut self, event: Event, stream: Queue) -> Result<(), DriverError>;
     fn wait(&mut self, stream: Queue, event: Event) -> Result<(), DriverError>;

@@ -14,3 +14,4 @@ pub mod rank;
 pub mod session;
 pub mod start;
 pub mod step;
+pub mod timing;

@@ -7,6 +7,7 @@
 //! memory as its kernels need at once. Inputs lie in pinned memory, a place for each time the step loads one, so that nothing that is queued is overwritten.
 
 use std::collections::HashMap;
+use std::time::Instant;
 
 use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::StepScalars;
@@ -17,9 +18,10 @@ use dplan_kernels::cuda::library::Matmul;
 use super::disk::{Disk, Parts, piece_bytes};
 use super::driver::{Access, Address, Captured, Communicator, Driver, DriverError, Event, Kernel, Pinned, Queue};
 use super::load::{Action, Away, Code, load};
-use super::step::{INPUTS, RESULTS, input_bytes, provide, queue, result};
+use super::step::{Beside, INPUTS, RESULTS, input_bytes, provide, queue, result};
+use super::timing::Timing;
 use crate::runtime::scratch::Scratch;
-use crate::runtime::{Batch, Options, RuntimeError};
+use crate::runtime::{Batch, Options, Recording, RuntimeError, Span};
 use crate::safetensors::decode;
 
 /// Of a program.
@@ -53,6 +55,8 @@ pub struct Rank<D: Driver> {
     code: Code,
     held: Held,
     disk: Option<Disk>,
+    timing: Option<Timing>,
+    began: Instant,
     taken: Vec<Taken>,
     /// Whether a call failed, here or at a peer: nothing more is asked of the device.
     failed: bool,
@@ -106,12 +110,14 @@ impl<D: Driver> Rank<D> {
         let code = load(graph, program, (rank / ranks) as usize, rank % ranks, options.decay, driver.target())?;
         let scratch = scratch(program, &code, options)?;
         let mut taken = Vec::new();
-        let made = prepare(&mut driver, program, &code, scratch, &mut taken);
+        let made = prepare(&mut driver, program, &code, (scratch, options.recording), &mut taken);
         let (failed, calling) = (made.is_err(), Calling::Each);
-        let mut this = Rank { driver, code, held: Held::default(), disk: None, taken, failed, launch: Launch::default(), calling };
+        let began = Instant::now();
+        let mut this =
+            Rank { driver, code, held: Held::default(), disk: None, timing: None, began, taken, failed, launch: Launch::default(), calling };
         match made {
-            Ok((held, disk)) => {
-                (this.held, this.disk) = (held, disk);
+            Ok((held, disk, timing)) => {
+                (this.held, this.disk, this.timing) = (held, disk, timing);
                 Ok(this)
             }
             Err(source) => {
@@ -141,6 +147,7 @@ impl<D: Driver> Rank<D> {
     pub fn finish(&mut self, program: &Program) -> Result<Results, RuntimeError> {
         let done = self.driver.synchronise();
         let done = done.and_then(|()| self.disk.as_ref().map_or(Ok(()), Disk::check));
+        let done = done.and_then(|()| self.timing.as_mut().map_or(Ok(()), |timing| timing.end(&mut self.driver)));
         self.noted(done)?;
         let Some(pinned) = self.held.pinned else { return Ok(Results::default()) };
         let bytes = self.driver.pinned(pinned);
@@ -186,6 +193,17 @@ impl<D: Driver> Rank<D> {
             Space::File => self.disk.iter().try_for_each(|disk| disk.file().read(offset, bytes)).map_err(RuntimeError::Scratch),
         }
     }
+    /// Takes what it ran since this was last called; empty unless it records.
+    pub fn take_spans(&mut self) -> Vec<Span> {
+        self.timing.as_mut().map(Timing::take).unwrap_or_default()
+    }
+    pub fn rank(&self) -> u64 {
+        self.code.rank
+    }
+    /// The ranks of the family that a span names.
+    pub fn members(&self, program: &Program, family: usize) -> Vec<usize> {
+        self.code.families[family].members(program, self.code.rank).unwrap_or_default().into_iter().map(|r| r as usize).collect()
+    }
     /// Why its file goes through the page cache, if it does.
     pub fn cached(&self) -> Option<&str> {
         self.disk.as_ref()?.file().cached()
@@ -212,10 +230,11 @@ impl<D: Driver> Rank<D> {
         // Inputs are written before anything that reads pinned memory is queued.
         provide(self.driver.pinned(pinned), &self.code, program, scalars, batch);
         let (driver, held, code) = (&mut self.driver, &self.held, &self.code);
-        let launch = if self.disk.is_some() { Launch::Each } else { self.launch };
+        let launch = if self.disk.is_some() || self.timing.is_some() { Launch::Each } else { self.launch };
         self.calling = match self.calling {
             Calling::Each => {
-                queue(driver, held, self.disk.as_mut(), code, program)?;
+                let beside = Beside { disk: self.disk.as_mut(), timing: self.timing.as_mut(), now: self.began.elapsed().as_nanos() as u64 };
+                queue(driver, held, beside, code, program)?;
                 match launch {
                     Launch::Graph => Calling::Capture,
                     Launch::Each => Calling::Each,
@@ -223,7 +242,7 @@ impl<D: Driver> Rank<D> {
             }
             Calling::Capture => {
                 driver.begin_capture(compute)?;
-                let queued = queue(driver, held, None, code, program);
+                let queued = queue(driver, held, Beside::default(), code, program);
                 // Whatever became of the calls: an open capture holds what it has captured.
                 let ended = driver.end_capture(compute);
                 self.taken.extend(ended.as_ref().ok().map(|graph| Taken::Graph(*graph)));
@@ -327,9 +346,9 @@ fn prepare<D: Driver>(
     driver: &mut D,
     program: &Program,
     code: &Code,
-    scratch: Option<(Scratch, u64)>,
+    (scratch, recording): (Option<(Scratch, u64)>, Recording),
     taken: &mut Vec<Taken>,
-) -> Result<(Held, Option<Disk>), DriverError> {
+) -> Result<(Held, Option<Disk>, Option<Timing>), DriverError> {
     let mut held = Held::default();
     let mut memory = |driver: &mut D, bytes: u64| -> Result<Option<Address>, DriverError> {
         if bytes == 0 {
@@ -376,6 +395,12 @@ fn prepare<D: Driver>(
         let parts = Parts { pieces, piece, stream, events: events(driver, Parts::EVENTS)? };
         disk = Some(Disk::new(driver, scratch, &parts));
     }
+    let clock = || {
+        let event = driver.create_clock()?;
+        taken.push(Taken::Event(event));
+        Ok(event)
+    };
+    let timing = (recording == Recording::On).then(|| Timing::new(program, code, clock)).transpose()?;
     // Launches of one text that need different amounts of shared memory are loaded apart, since a kernel is told how much it may take; so are products of different sizes that a
     // library may compute.
     let mut loaded: HashMap<(&str, &str, u32, Option<Matmul>), Kernel> = HashMap::new();
@@ -410,7 +435,7 @@ fn prepare<D: Driver>(
         driver.zero(arena, program.stages[code.stage].arena_bytes, stream)?;
         driver.synchronise()?;
     }
-    Ok((held, disk))
+    Ok((held, disk, timing))
 }
 
 /// The rank's file, if it has one, and how much of it goes at once.

@@ -16,7 +16,7 @@ use super::rank::{Launch, Rank};
 use crate::runtime::block::{Block, Stretch};
 use crate::runtime::scratch::by_the_page_cache;
 use crate::runtime::view::View;
-use crate::runtime::{Batch, Options, RuntimeError, StepResult};
+use crate::runtime::{Batch, Options, RuntimeError, Span, StepResult};
 use crate::safetensors::{decode, encode};
 
 /// Ranks and their devices.
@@ -24,6 +24,7 @@ pub struct Session<D: Driver> {
     graph: Graph,
     program: Program,
     ranks: Vec<Rank<D>>,
+    began: Instant,
     ended: bool,
 }
 
@@ -35,7 +36,7 @@ impl<D: Driver> Session<D> {
     pub fn new(graph: Graph, program: Program, drivers: Vec<(u64, D)>, options: &Options) -> Result<Session<D>, RuntimeError> {
         let one = |(rank, driver)| Rank::new(driver, &graph, &program, rank, options);
         let ranks = drivers.into_iter().map(one).collect::<Result<_, _>>()?;
-        Ok(Session { graph, program, ranks, ended: false })
+        Ok(Session { graph, program, ranks, began: Instant::now(), ended: false })
     }
 
     /// How steps after the first are launched; to be said before the first.
@@ -123,6 +124,21 @@ impl<D: Driver> Session<D> {
         Ok(StepResult { loss, grad_norm, seconds: begin.elapsed().as_secs_f64() })
     }
 
+    /// Nanoseconds since the session began.
+    pub fn clock(&self) -> u64 {
+        self.began.elapsed().as_nanos() as u64
+    }
+    /// Takes what each rank of the program ran since this was last called; of ranks elsewhere nothing.
+    pub fn take_spans(&mut self) -> Vec<Vec<Span>> {
+        let mut spans = vec![Vec::new(); self.program.ranks() as usize];
+        self.ranks.iter_mut().for_each(|rank| spans[rank.rank() as usize] = rank.take_spans());
+        spans
+    }
+    /// The ranks that a span of a rank of this process met.
+    pub fn members(&self, rank: usize, communicator: u32) -> Vec<usize> {
+        let of = self.ranks.iter().find(|r| r.rank() == rank as u64);
+        of.map(|r| r.members(&self.program, communicator as usize)).unwrap_or_default()
+    }
     /// What a user should know of how it runs.
     pub fn remarks(&self) -> Vec<String> {
         self.ranks.iter().find_map(Rank::cached).map(by_the_page_cache).into_iter().collect()

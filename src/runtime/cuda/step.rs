@@ -12,6 +12,7 @@ use super::disk::Disk;
 use super::driver::{Access, Address, Communicator, Driver, DriverError, Exchange, Kernel, Pinned, Rows, Value};
 use super::load::{Action, Away, Code, Collective, Transfer};
 use super::rank::{Held, STREAMS};
+use super::timing::Timing;
 use crate::runtime::block::Block;
 use crate::runtime::scratch::Way;
 use crate::runtime::view::Place;
@@ -41,11 +42,21 @@ pub fn result(program: &Program, code: &Code, which: usize) -> Option<Place> {
     Some(Place { offset, stride: buffer.slot_stride, slots: 1, bytes: buffer.bytes, dtype: buffer.dtype })
 }
 
+/// What only some ranks have; none while calls are captured.
+#[derive(Default)]
+pub struct Beside<'a> {
+    pub disk: Option<&'a mut Disk>,
+    pub timing: Option<&'a mut Timing>,
+    /// Nanoseconds since the session began.
+    pub now: u64,
+}
+
 /// What the calls of a step share.
 struct Calls<'a, D: Driver> {
     driver: &'a mut D,
     held: &'a Held,
     disk: Option<&'a mut Disk>,
+    timing: Option<&'a mut Timing>,
     arena: Address,
     pinned: Pinned,
     scalars: Address,
@@ -72,13 +83,17 @@ pub fn provide(memory: &mut [u8], code: &Code, program: &Program, scalars: &Step
 }
 
 /// Queues a step, for which everything was provided.
-pub fn queue<D: Driver>(driver: &mut D, held: &Held, mut disk: Option<&mut Disk>, code: &Code, program: &Program) -> Result<(), DriverError> {
+pub fn queue<D: Driver>(driver: &mut D, held: &Held, beside: Beside<'_>, code: &Code, program: &Program) -> Result<(), DriverError> {
+    let Beside { mut disk, timing, now } = beside;
     disk.iter_mut().for_each(|disk| disk.begin());
     let (Some(arena), Some(pinned), Some(at)) = (held.arena, held.pinned, held.scalars) else { return Ok(()) };
-    let mut calls = Calls { driver, held, disk, arena, pinned, scalars: at, input: INPUTS, recorded: vec![false; held.events.len()] };
+    let mut calls = Calls { driver, held, disk, timing, arena, pinned, scalars: at, input: INPUTS, recorded: vec![false; held.events.len()] };
     let schedule = &program.stages[code.stage].schedule;
     let compute = held.streams[Stream::Compute as usize];
     calls.driver.copy_in(at, pinned, 0, SCALAR_BYTES, compute)?;
+    if let Some(timing) = &mut calls.timing {
+        timing.begin(calls.driver, compute, now)?;
+    }
     calls.driver.record(held.edges[Stream::Compute as usize], compute)?;
     for other in 1..STREAMS {
         calls.driver.wait(held.streams[other], held.edges[Stream::Compute as usize])?;
@@ -86,7 +101,13 @@ pub fn queue<D: Driver>(driver: &mut D, held: &Held, mut disk: Option<&mut Disk>
     for call in schedule {
         let segment = call.segment.0 as usize;
         for ((stream, action), kernels) in code.segments[segment].iter().zip(&held.kernels[segment]) {
+            if let Some(timing) = &mut calls.timing {
+                timing.before(calls.driver, action, held.streams[*stream as usize])?;
+            }
             calls.act(*stream as usize, action, kernels, call.micro_batch)?;
+            if let Some(timing) = &mut calls.timing {
+                timing.after(calls.driver, action, held.streams[*stream as usize])?;
+            }
         }
     }
     for other in 1..STREAMS {

@@ -14,6 +14,7 @@ pub type Handle = *mut c_void;
 pub const COMPUTE_CAPABILITY_MAJOR: c_int = 75;
 pub const COMPUTE_CAPABILITY_MINOR: c_int = 76;
 pub const NON_BLOCKING: c_uint = 1;
+pub const TIMING: c_uint = 0;
 pub const DISABLE_TIMING: c_uint = 2;
 pub const MAX_DYNAMIC_SHARED: c_int = 8;
 /// Of captures: calls of other kinds may be made meanwhile, as NCCL does.
@@ -47,6 +48,7 @@ functions! {
         executable_destroy = "cuGraphExecDestroy"(Handle),
         event_create = "cuEventCreate"(*mut Handle, c_uint),
         event_destroy = "cuEventDestroy_v2"(Handle),
+        event_elapsed = "cuEventElapsedTime"(*mut f32, Handle, Handle),
         event_record = "cuEventRecord"(Handle, Handle),
         module_load = "cuModuleLoadData"(*mut Handle, *const c_void),
         module_unload = "cuModuleUnload"(Handle),

@@ -233,6 +233,12 @@ impl Gpu {
             Err(_) => Err(DriverError { call: "cublasLtMatmul", why: "there is no library".into() }),
         }
     }
+    fn event(&self, flags: std::ffi::c_uint) -> Result<Event, DriverError> {
+        let mut event = null_mut();
+        // SAFETY: a handle to write to.
+        self.ask("cuEventCreate", unsafe { (self.cuda.event_create)(&raw mut event, flags) })?;
+        Ok(Event(event as u64))
+    }
     fn host(&self, memory: Pinned, offset: u64) -> *mut c_void {
         // The address is the handle.
         (memory.0 + offset) as *mut c_void
@@ -307,10 +313,16 @@ impl Driver for Gpu {
         self.ask("cuStreamDestroy", unsafe { (self.cuda.stream_destroy)(self.stream(stream)) })
     }
     fn create_event(&mut self) -> Result<Event, DriverError> {
-        let mut event = null_mut();
-        // SAFETY: a handle to write to.
-        self.ask("cuEventCreate", unsafe { (self.cuda.event_create)(&raw mut event, cuda::DISABLE_TIMING) })?;
-        Ok(Event(event as u64))
+        self.event(cuda::DISABLE_TIMING)
+    }
+    fn create_clock(&mut self) -> Result<Event, DriverError> {
+        self.event(cuda::TIMING)
+    }
+    fn elapsed(&mut self, from: Event, to: Event) -> Result<u64, DriverError> {
+        let mut milliseconds = 0.0;
+        // SAFETY: a number to write to; live handles.
+        self.ask("cuEventElapsedTime", unsafe { (self.cuda.event_elapsed)(&raw mut milliseconds, from.0 as Handle, to.0 as Handle) })?;
+        Ok((f64::from(milliseconds) * 1e6) as u64)
     }
     fn destroy_event(&mut self, event: Event) -> Result<(), DriverError> {
         // SAFETY: created and destroyed once.

@@ -12,6 +12,7 @@ pub mod groups;
 pub mod load;
 pub mod rank;
 pub mod session;
+pub mod solo;
 pub mod start;
 pub mod step;
 pub mod timing;

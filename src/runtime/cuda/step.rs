@@ -202,24 +202,9 @@ impl<D: Driver> Calls<'_, D> {
         outs: &[Value],
     ) -> Result<(), DriverError> {
         for (launch, kernel) in routine.launches.iter().zip(kernels) {
-            let value = |arg: &Arg| -> Result<Value, DriverError> {
-                Ok(match *arg {
-                    Arg::In(i) => ins[i],
-                    Arg::Out(i) => outs[i],
-                    Arg::Tensor(i, map) => match ins[i] {
-                        Value::Memory { at, bytes, .. } => Value::Tensor { at, bytes, map },
-                        other @ (Value::Tensor { .. } | Value::Int(_)) => other,
-                    },
-                    Arg::Aux(at) => {
-                        let place = self.working(on)?.plus(skip.next_multiple_of(256) + at);
-                        Value::Memory { at: place, bytes: routine.aux - at, access: Access::Write }
-                    }
-                    Arg::Scalars => Value::Memory { at: self.scalars, bytes: SCALAR_BYTES, access: Access::Read },
-                    Arg::Int(i) => Value::Int(i),
-                    Arg::MicroBatch(i) => Value::Int(i * micro as i64),
-                })
-            };
-            let args = launch.args.iter().map(value).collect::<Result<Vec<_>, _>>()?;
+            let working = if routine.aux > 0 { self.working(on)?.plus(skip.next_multiple_of(256)) } else { self.scalars };
+            let places = Operands { ins, outs, working: (working, routine.aux), scalars: self.scalars, micro };
+            let args: Vec<Value> = launch.args.iter().map(|arg| places.value(arg)).collect();
             self.driver.launch(*kernel, launch, &args, self.held.streams[on])?;
         }
         Ok(())
@@ -230,6 +215,33 @@ impl<D: Driver> Calls<'_, D> {
     }
     fn working(&self, on: usize) -> Result<Address, DriverError> {
         self.held.working[on].ok_or_else(|| unknown("cuMemAlloc", "working memory"))
+    }
+}
+
+/// Where a routine's launches find what they name.
+pub struct Operands<'a> {
+    pub ins: &'a [Value],
+    pub outs: &'a [Value],
+    /// Working memory, and its bytes.
+    pub working: (Address, u64),
+    pub scalars: Address,
+    pub micro: u64,
+}
+
+impl Operands<'_> {
+    pub fn value(&self, arg: &Arg) -> Value {
+        match *arg {
+            Arg::In(i) => self.ins[i],
+            Arg::Out(i) => self.outs[i],
+            Arg::Tensor(i, map) => match self.ins[i] {
+                Value::Memory { at, bytes, .. } => Value::Tensor { at, bytes, map },
+                other @ (Value::Tensor { .. } | Value::Int(_)) => other,
+            },
+            Arg::Aux(at) => Value::Memory { at: self.working.0.plus(at), bytes: self.working.1 - at, access: Access::Write },
+            Arg::Scalars => Value::Memory { at: self.scalars, bytes: SCALAR_BYTES, access: Access::Read },
+            Arg::Int(i) => Value::Int(i),
+            Arg::MicroBatch(i) => Value::Int(i * self.micro as i64),
+        }
     }
 }
 

@@ -29,6 +29,7 @@ functions! {
         device_get_count = "cuDeviceGetCount"(*mut c_int),
         device_get = "cuDeviceGet"(*mut c_int, c_int),
         device_get_attribute = "cuDeviceGetAttribute"(*mut c_int, c_int, c_int),
+        device_name = "cuDeviceGetName"(*mut c_char, c_int, c_int),
         context_retain = "cuDevicePrimaryCtxRetain"(*mut Handle, c_int),
         context_release = "cuDevicePrimaryCtxRelease_v2"(c_int),
         context_set = "cuCtxSetCurrent"(Handle),

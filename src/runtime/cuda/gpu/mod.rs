@@ -9,7 +9,7 @@ pub mod library;
 pub mod nccl;
 
 use std::collections::HashMap;
-use std::ffi::{CStr, CString, c_int, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::ptr::null_mut;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -131,6 +131,17 @@ impl Gpu {
         })
     }
 
+    pub fn arch(&self) -> Arch {
+        self.arch
+    }
+    /// As its maker calls it.
+    pub fn name(&self) -> String {
+        let mut name = [0 as c_char; 128];
+        // SAFETY: as many characters to write to as are said, the last of which stays zero.
+        let status = unsafe { (self.cuda.device_name)(name.as_mut_ptr(), name.len() as c_int - 1, self.device) };
+        // SAFETY: it ends with a zero.
+        if status == 0 { unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned() } else { "a GPU".into() }
+    }
     /// Asks the library for every product that it takes, or for none, whatever the table says: to time both.
     pub fn ask_library(&mut self, asked: Library) {
         self.asked = if self.library.is_ok() { asked } else { Library::Absent };

@@ -222,3 +222,28 @@ fn calls_that_fail_leave_nothing_behind() {
         assert!(failed.contains(call), "{call} never failed: {failed:?}");
     }
 }
+
+/// A rank that comes to no meeting any more is named, with what others wait at, also where a graph was launched.
+#[test]
+fn a_step_that_does_not_end_says_who_waits_where() {
+    let case = cases().remove(1).remove(0);
+    let Some(mut library) = compiled([&case], "hang") else { return };
+    for steps in [0, 2] {
+        let world = World::new(library, TARGET, case.program.ranks(), 3);
+        let mut devices = case.devices(&world, &Options::default()).unwrap_or_else(|e| panic!("{e}"));
+        let feed = case.feed();
+        devices.initialise(1).unwrap();
+        let mut step = |at: u64| devices.step(&StepScalars::new(HYPER, at + 1, 1.0 / feed.targets() as f64), &feed.batch(at).unwrap());
+        (0..steps).for_each(|at| assert!(step(at).unwrap().loss.is_finite()));
+        world.borrow_mut().absent = Some(1);
+        let error = step(steps).unwrap_err();
+        let RuntimeError::Device { rank: 0, stalls, .. } = &error else { panic!("{error}") };
+        println!("{error}");
+        assert!(!stalls.is_empty() && stalls.iter().all(|s| s.rank == 0 && s.peers == [1]), "{error}");
+        assert!(stalls[0].instruction.contains("reduce"), "{error}");
+        drop(devices);
+        let world = Rc::into_inner(world).expect("nobody else has it").into_inner();
+        assert_eq!((world.leaks(), &world.after_failure[..]), (Vec::new(), &[][..]));
+        library = world.into_library();
+    }
+}

@@ -76,6 +76,7 @@ pub fn explain(program: &Program, code: &Code, log: &[Call]) -> Result<(), Strin
                     let right = wanted && *members == group && *stream == on && elems * stage.buffers[*src].dtype.size() == counted;
                     expect(right, call, &what)?;
                     calls.launches(&entries[before..], on, &what)?;
+                    calls.mark(on, &what)?;
                 }
                 Instr::Input { dst } => {
                     let call = calls.next(&what)?;
@@ -117,11 +118,13 @@ pub fn explain(program: &Program, code: &Code, log: &[Call]) -> Result<(), Strin
                     let peer = u64::from(*to) * program.mesh.ranks() + code.local_rank;
                     let call = calls.next(&what)?;
                     expect(*call == Call::Send { to: peer, bytes: bytes(src), stream: on }, call, &what)?;
+                    calls.mark(on, &what)?;
                 }
                 Instr::Recv { from, dst, .. } => {
                     let peer = u64::from(*from) * program.mesh.ranks() + code.local_rank;
                     let call = calls.next(&what)?;
                     expect(*call == Call::Receive { from: peer, bytes: bytes(dst), stream: on }, call, &what)?;
+                    calls.mark(on, &what)?;
                 }
                 Instr::Record(event) => {
                     recorded.insert(event.0);
@@ -173,6 +176,11 @@ struct Handed {
 struct Calls<'a>(std::slice::Iter<'a, Call>);
 
 impl<'a> Calls<'a> {
+    /// The note that a meeting is done.
+    fn mark(&mut self, on: usize, what: &str) -> Result<(), String> {
+        let call = self.next(what)?;
+        expect(matches!(call, Call::CopyOut { bytes: 4, stream, .. } if *stream == on), call, &format!("the mark {what}"))
+    }
     /// The pieces of a transfer, one after another; where in the file they begin.
     fn pieces(&mut self, way: Way, bytes: u64, on: usize, handed: &mut Handed, what: &str) -> Result<u64, String> {
         const DISK: usize = STREAMS;

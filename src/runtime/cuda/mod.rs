@@ -7,6 +7,7 @@
 
 pub mod disk;
 pub mod driver;
+pub mod flight;
 pub mod gpu;
 pub mod groups;
 pub mod load;

@@ -9,6 +9,7 @@
 use std::collections::HashMap;
 use std::time::Instant;
 
+use dplan_ir::entity::SegmentId;
 use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::StepScalars;
 use dplan_ir::program::{Program, Space, Stream};
@@ -17,11 +18,12 @@ use dplan_kernels::cuda::library::Matmul;
 
 use super::disk::{Disk, Parts, piece_bytes};
 use super::driver::{Access, Address, Captured, Communicator, Driver, DriverError, Event, Kernel, Pinned, Queue};
+use super::flight::{Flight, Mark, marks};
 use super::load::{Action, Away, Code, load};
 use super::step::{Beside, INPUTS, RESULTS, input_bytes, provide, queue, result};
 use super::timing::Timing;
 use crate::runtime::scratch::Scratch;
-use crate::runtime::{Batch, Options, Recording, RuntimeError, Span};
+use crate::runtime::{Batch, Options, Recording, RuntimeError, Span, Stall, shown};
 use crate::safetensors::decode;
 
 /// Of a program.
@@ -56,6 +58,7 @@ pub struct Rank<D: Driver> {
     held: Held,
     disk: Option<Disk>,
     timing: Option<Timing>,
+    flight: Option<Flight>,
     began: Instant,
     taken: Vec<Taken>,
     /// Whether a call failed, here or at a peer: nothing more is asked of the device.
@@ -113,16 +116,27 @@ impl<D: Driver> Rank<D> {
         let made = prepare(&mut driver, program, &code, (scratch, options.recording), &mut taken);
         let (failed, calling) = (made.is_err(), Calling::Each);
         let began = Instant::now();
-        let mut this =
-            Rank { driver, code, held: Held::default(), disk: None, timing: None, began, taken, failed, launch: Launch::default(), calling };
+        let mut this = Rank {
+            driver,
+            code,
+            held: Held::default(),
+            disk: None,
+            timing: None,
+            flight: None,
+            began,
+            taken,
+            failed,
+            launch: Launch::default(),
+            calling,
+        };
         match made {
-            Ok((held, disk, timing)) => {
-                (this.held, this.disk, this.timing) = (held, disk, timing);
+            Ok((held, disk, timing, flight)) => {
+                (this.held, this.disk, this.timing, this.flight) = (held, disk, timing, flight);
                 Ok(this)
             }
             Err(source) => {
                 this.release();
-                Err(RuntimeError::Device { rank: rank as usize, source })
+                Err(RuntimeError::Device { rank: rank as usize, source, stalls: Vec::new() })
             }
         }
     }
@@ -193,6 +207,18 @@ impl<D: Driver> Rank<D> {
             Space::File => self.disk.iter().try_for_each(|disk| disk.file().read(offset, bytes)).map_err(RuntimeError::Scratch),
         }
     }
+    /// What it has not come behind of the step that failed, together with whom.
+    pub fn stalls(&mut self, graph: &Graph, program: &Program) -> Vec<Stall> {
+        let ahead = self.flight.as_ref().map(|flight| flight.ahead(&mut self.driver)).unwrap_or_default();
+        let (rank, stage) = (self.code.rank as usize, self.code.stage);
+        let one = |mark: Mark| Stall {
+            rank,
+            stage: stage as u32,
+            instruction: shown(graph, program, stage, (SegmentId(mark.segment as u32), mark.at), mark.micro_batch),
+            peers: self.members(program, mark.family).into_iter().filter(|&peer| peer != rank).collect(),
+        };
+        ahead.into_iter().map(one).collect()
+    }
     /// Takes what it ran since this was last called; empty unless it records.
     pub fn take_spans(&mut self) -> Vec<Span> {
         self.timing.as_mut().map(Timing::take).unwrap_or_default()
@@ -229,11 +255,17 @@ impl<D: Driver> Rank<D> {
         let (Some(pinned), Some(&compute)) = (self.held.pinned, self.held.streams.get(Stream::Compute as usize)) else { return Ok(()) };
         // Inputs are written before anything that reads pinned memory is queued.
         provide(self.driver.pinned(pinned), &self.code, program, scalars, batch);
+        self.flight.iter_mut().for_each(|flight| flight.begin(&mut self.driver));
         let (driver, held, code) = (&mut self.driver, &self.held, &self.code);
         let launch = if self.disk.is_some() || self.timing.is_some() { Launch::Each } else { self.launch };
         self.calling = match self.calling {
             Calling::Each => {
-                let beside = Beside { disk: self.disk.as_mut(), timing: self.timing.as_mut(), now: self.began.elapsed().as_nanos() as u64 };
+                let beside = Beside {
+                    disk: self.disk.as_mut(),
+                    timing: self.timing.as_mut(),
+                    flight: self.flight.as_mut(),
+                    now: self.began.elapsed().as_nanos() as u64,
+                };
                 queue(driver, held, beside, code, program)?;
                 match launch {
                     Launch::Graph => Calling::Capture,
@@ -242,7 +274,7 @@ impl<D: Driver> Rank<D> {
             }
             Calling::Capture => {
                 driver.begin_capture(compute)?;
-                let queued = queue(driver, held, Beside::default(), code, program);
+                let queued = queue(driver, held, Beside { flight: self.flight.as_mut(), ..Beside::default() }, code, program);
                 // Whatever became of the calls: an open capture holds what it has captured.
                 let ended = driver.end_capture(compute);
                 self.taken.extend(ended.as_ref().ok().map(|graph| Taken::Graph(*graph)));
@@ -298,7 +330,7 @@ impl<D: Driver> Rank<D> {
     fn noted<T>(&mut self, result: Result<T, DriverError>) -> Result<T, RuntimeError> {
         self.failed |= result.is_err();
         let rank = self.code.rank as usize;
-        result.map_err(|source| RuntimeError::Device { rank, source })
+        result.map_err(|source| RuntimeError::Device { rank, source, stalls: Vec::new() })
     }
 
     /// Gives everything back, last first. Communicators of a rank that failed are aborted before anything else but graphs: their peers may be inside, and NCCL ends no
@@ -348,7 +380,7 @@ fn prepare<D: Driver>(
     code: &Code,
     (scratch, recording): (Option<(Scratch, u64)>, Recording),
     taken: &mut Vec<Taken>,
-) -> Result<(Held, Option<Disk>, Option<Timing>), DriverError> {
+) -> Result<(Held, Option<Disk>, Option<Timing>, Option<Flight>), DriverError> {
     let mut held = Held::default();
     let mut memory = |driver: &mut D, bytes: u64| -> Result<Option<Address>, DriverError> {
         if bytes == 0 {
@@ -425,6 +457,19 @@ fn prepare<D: Driver>(
         }
         held.kernels.push(of_segment);
     }
+    let marks = marks(program, code);
+    let mut flight = None;
+    if !marks.is_empty() {
+        let numbers = Flight::numbers(&marks);
+        let at = driver.allocate(numbers.len() as u64)?;
+        taken.push(Taken::Memory(at));
+        let pinned = driver.pin(Flight::REACHED_BYTES.max(numbers.len() as u64))?;
+        taken.push(Taken::Pinned(pinned));
+        driver.pinned(pinned)[..numbers.len()].copy_from_slice(&numbers);
+        driver.copy_in(at, pinned, 0, numbers.len() as u64, held.streams[0])?;
+        driver.synchronise()?;
+        flight = Some(Flight::new(marks, at, pinned));
+    }
     for (number, family) in code.families.iter().enumerate() {
         let communicator = driver.split(number as u64, family.members(program, code.rank).as_deref())?;
         taken.extend(communicator.map(Taken::Communicator));
@@ -435,7 +480,7 @@ fn prepare<D: Driver>(
         driver.zero(arena, program.stages[code.stage].arena_bytes, stream)?;
         driver.synchronise()?;
     }
-    Ok((held, disk, timing))
+    Ok((held, disk, timing, flight))
 }
 
 /// The rank's file, if it has one, and how much of it goes at once.

@@ -117,6 +117,7 @@ impl<D: Driver> Session<D> {
         let (mut loss, mut grad_norm) = (f64::NAN, None);
         for at in 0..self.ranks.len() {
             let done = self.ranks[at].finish(&self.program);
+            let done = done.map_err(|error| self.placed(at, error));
             let results = self.noted(done)?;
             loss = results.loss.unwrap_or(loss);
             grad_norm = results.norm_squared.map(|s| scalars.norm(s.sqrt())).or(grad_norm);
@@ -148,6 +149,15 @@ impl<D: Driver> Session<D> {
         &self.ranks
     }
 
+    /// What a device says of a step, with where its rank stands.
+    fn placed(&mut self, at: usize, error: RuntimeError) -> RuntimeError {
+        match error {
+            RuntimeError::Device { rank, source, .. } => {
+                RuntimeError::Device { rank, source, stalls: self.ranks[at].stalls(&self.graph, &self.program) }
+            }
+            other => other,
+        }
+    }
     fn idle(&self) -> Result<(), RuntimeError> {
         if self.ended { Err(RuntimeError::Ended) } else { Ok(()) }
     }

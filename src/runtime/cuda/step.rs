@@ -10,6 +10,7 @@ use dplan_kernels::cuda::{self, Arg, Routine, SCALAR_BYTES};
 
 use super::disk::Disk;
 use super::driver::{Access, Address, Communicator, Driver, DriverError, Exchange, Kernel, Pinned, Rows, Value};
+use super::flight::{Flight, family};
 use super::load::{Action, Away, Code, Collective, Transfer};
 use super::rank::{Held, STREAMS};
 use super::timing::Timing;
@@ -42,11 +43,12 @@ pub fn result(program: &Program, code: &Code, which: usize) -> Option<Place> {
     Some(Place { offset, stride: buffer.slot_stride, slots: 1, bytes: buffer.bytes, dtype: buffer.dtype })
 }
 
-/// What only some ranks have; none while calls are captured.
+/// What only some ranks have.
 #[derive(Default)]
 pub struct Beside<'a> {
     pub disk: Option<&'a mut Disk>,
     pub timing: Option<&'a mut Timing>,
+    pub flight: Option<&'a mut Flight>,
     /// Nanoseconds since the session began.
     pub now: u64,
 }
@@ -57,6 +59,7 @@ struct Calls<'a, D: Driver> {
     held: &'a Held,
     disk: Option<&'a mut Disk>,
     timing: Option<&'a mut Timing>,
+    flight: Option<&'a mut Flight>,
     arena: Address,
     pinned: Pinned,
     scalars: Address,
@@ -84,10 +87,10 @@ pub fn provide(memory: &mut [u8], code: &Code, program: &Program, scalars: &Step
 
 /// Queues a step, for which everything was provided.
 pub fn queue<D: Driver>(driver: &mut D, held: &Held, beside: Beside<'_>, code: &Code, program: &Program) -> Result<(), DriverError> {
-    let Beside { mut disk, timing, now } = beside;
+    let Beside { mut disk, timing, flight, now } = beside;
     disk.iter_mut().for_each(|disk| disk.begin());
     let (Some(arena), Some(pinned), Some(at)) = (held.arena, held.pinned, held.scalars) else { return Ok(()) };
-    let mut calls = Calls { driver, held, disk, timing, arena, pinned, scalars: at, input: INPUTS, recorded: vec![false; held.events.len()] };
+    let mut calls = Calls { driver, held, disk, timing, flight, arena, pinned, scalars: at, input: INPUTS, recorded: vec![false; held.events.len()] };
     let schedule = &program.stages[code.stage].schedule;
     let compute = held.streams[Stream::Compute as usize];
     calls.driver.copy_in(at, pinned, 0, SCALAR_BYTES, compute)?;
@@ -107,6 +110,9 @@ pub fn queue<D: Driver>(driver: &mut D, held: &Held, beside: Beside<'_>, code: &
             calls.act(*stream as usize, action, kernels, call.micro_batch)?;
             if let Some(timing) = &mut calls.timing {
                 timing.after(calls.driver, action, held.streams[*stream as usize])?;
+            }
+            if let (Some(flight), Some(_)) = (&mut calls.flight, family(action)) {
+                flight.mark(calls.driver, (*stream, held.streams[*stream as usize]))?;
             }
         }
     }

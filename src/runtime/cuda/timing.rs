@@ -6,6 +6,7 @@
 use dplan_ir::program::Program;
 
 use super::driver::{Driver, DriverError, Event, Queue};
+use super::flight::family;
 use super::load::{Action, Code};
 use crate::runtime::Span;
 
@@ -94,21 +95,5 @@ fn is_timed(action: &Action) -> bool {
         | Action::Send(_)
         | Action::Recv(_)
         | Action::Zero { .. } => true,
-    }
-}
-
-/// Whom an instruction meets.
-fn family(action: &Action) -> Option<usize> {
-    match action {
-        Action::Collective(c) => Some(c.family),
-        Action::Send(t) | Action::Recv(t) => Some(t.family),
-        Action::Run { .. }
-        | Action::Input { .. }
-        | Action::Slice { .. }
-        | Action::Copy { .. }
-        | Action::Zero { .. }
-        | Action::Record(_)
-        | Action::Wait(_)
-        | Action::Nothing => None,
     }
 }

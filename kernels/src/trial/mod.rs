@@ -31,14 +31,14 @@ use dplan_ir::splitmix;
 pub struct Random(pub u64);
 
 impl Random {
-    pub fn next(&mut self) -> u64 {
+    pub fn word(&mut self) -> u64 {
         splitmix::next(&mut self.0)
     }
     pub fn below(&mut self, n: u64) -> u64 {
-        self.next() % n
+        self.word() % n
     }
     pub fn uniform(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1u64 << 53) as f64
+        (self.word() >> 11) as f64 / (1u64 << 53) as f64
     }
     /// An edge size (1, a prime, one beside a tile) or any up to `most`.
     pub fn size(&mut self, most: u64) -> u64 {

@@ -110,17 +110,17 @@ fn name(status: c_int) -> String {
 }
 
 /// NCCL and the communicator of all ranks.
-pub struct World {
-    pub nccl: &'static Nccl,
+pub(super) struct World {
+    pub(super) nccl: &'static Nccl,
     /// Of this process.
-    pub rank: u64,
-    pub all: Handle,
-    pub parts: Vec<Handle>,
+    pub(super) rank: u64,
+    pub(super) all: Handle,
+    pub(super) parts: Vec<Handle>,
 }
 
 impl World {
     /// Waits until what a communicator was last asked has begun.
-    pub fn settle(&self, call: &'static str, communicator: Handle, timeout: Duration) -> Result<(), DriverError> {
+    pub(super) fn settle(&self, call: &'static str, communicator: Handle, timeout: Duration) -> Result<(), DriverError> {
         let begin = Instant::now();
         loop {
             let mut state = 0;
@@ -139,19 +139,19 @@ impl World {
 }
 
 /// Where NCCL writes a handle. A thread of its own may do so for as long as the call has not settled; until then this memory is nobody else's, and stays so if it never settles.
-pub struct Place(pub *mut Handle);
+pub(super) struct Place(pub(super) *mut Handle);
 
 impl Place {
-    pub fn new() -> Place {
+    pub(super) fn new() -> Place {
         Place(Box::into_raw(Box::new(null_mut())))
     }
     /// What was written so far.
-    pub fn get(&self) -> Handle {
+    pub(super) fn get(&self) -> Handle {
         // SAFETY: allocated above and not freed while there is a `Place`.
         unsafe { self.0.read_volatile() }
     }
     /// What was written, once nothing more will be.
-    pub fn settled(self) -> Handle {
+    pub(super) fn settled(self) -> Handle {
         // SAFETY: allocated as a box above, and taken back once.
         *unsafe { Box::from_raw(self.0) }
     }

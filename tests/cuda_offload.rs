@@ -19,7 +19,9 @@ use dplan::feed::Feed;
 use dplan::import::{ImportOptions, model_from_bytes};
 use dplan::planfile::PlanFile;
 use dplan::runtime::cuda::load::{Away, Code, load};
+use dplan::runtime::cuda::rank::Launch;
 use dplan::runtime::cuda::session::Session as Devices;
+use dplan::runtime::cuda::together::{seats, sum_of};
 use dplan::runtime::{Options, RuntimeError, Session};
 use dplan_ir::dtype::DType;
 use dplan_ir::entity::{ParamId, Table};
@@ -132,6 +134,17 @@ impl Case {
     }
 }
 
+/// Plans of several ranks, with every kind of meeting.
+fn sharing() -> Vec<Case> {
+    let forward = model_from_bytes("model.json", MODEL.as_bytes(), &ImportOptions::default()).unwrap_or_else(|e| panic!("{e}")).graph;
+    let one = |(cluster, pins): (&str, &str)| {
+        let PlanFile { graph, program, plan, .. } =
+            compile(&forward, &options(cluster, 4, DType::F32, pins)).unwrap_or_else(|e| panic!("{pins}: {e}")).file;
+        Case { name: pins.into(), offload: Offload::None, graph, program, batch: plan.batch() }
+    };
+    [("cpu:2", "dp=2,zero=3,micro=1"), ("cpu:4", "dp=2,tp=2,zero=1,micro=1"), ("cpu:2", "pp=2,micro=1")].map(one).into()
+}
+
 /// Of each plan, the cases without offloading and with every kind of it.
 fn cases() -> Vec<Vec<Case>> {
     let plans = [("cpu:1", DType::F32, "micro=2"), ("cpu:2", DType::F32, "dp=2,micro=1,zero=2"), ("cpu:2", DType::Bf16, "dp=2,micro=1,zero=3")];
@@ -159,7 +172,8 @@ fn compiled<'a>(cases: impl IntoIterator<Item = &'a Case>, test: &str) -> Option
     }
     let codes: Vec<Code> = cases.into_iter().flat_map(Case::codes).collect();
     let actions = codes.iter().flat_map(|c| c.segments.iter().flatten());
-    let launches = actions.flat_map(|(_, action)| action.routines()).flat_map(|r| &r.launches);
+    let sum = sum_of(DType::F32, 1);
+    let launches = actions.flat_map(|(_, action)| action.routines()).chain([&sum]).flat_map(|r| &r.launches);
     Some(Library::compile(&scratch(&format!("cuda_offload_{test}")), "kernels", launches).unwrap_or_else(|e| panic!("{e}")))
 }
 
@@ -244,6 +258,33 @@ fn a_step_that_does_not_end_says_who_waits_where() {
         drop(devices);
         let world = Rc::into_inner(world).expect("nobody else has it").into_inner();
         assert_eq!((world.leaks(), &world.after_failure[..]), (Vec::new(), &[][..]));
+        library = world.into_library();
+    }
+}
+
+/// All ranks of a plan on one device: what NCCL would do is done by copies and sums of the device.
+#[test]
+fn ranks_that_share_a_device_train_alike() {
+    let cases = sharing();
+    let Some(mut library) = compiled(&cases, "together") else { return };
+    for case in &cases {
+        let world = World::new(library, TARGET, 1, 5);
+        let seats = seats(Recorder::new(&world, 0), case.program.ranks());
+        let mut devices = Devices::new(case.graph.clone(), case.program.clone(), seats, &Options::default()).unwrap_or_else(|e| panic!("{e}"));
+        devices.launch(Launch::Each);
+        devices.initialise(1).unwrap();
+        let feed = case.feed();
+        for step in 0..STEPS {
+            devices
+                .step(&StepScalars::new(HYPER, step + 1, 1.0 / feed.targets() as f64), &feed.batch(step).unwrap())
+                .unwrap_or_else(|e| panic!("{e}"));
+        }
+        let error = case.off_cpu_ranks(&devices.gather(Role::Param).unwrap());
+        println!("{}: {} ranks on one device, {error:e} from CPU ranks", case.name, case.program.ranks());
+        assert!(error < 3e-4, "{}: {error:e} from CPU ranks", case.name);
+        drop(devices);
+        let world = Rc::into_inner(world).expect("nobody else has it").into_inner();
+        assert_eq!((world.leaks(), &world.after_failure[..]), (Vec::new(), &[][..]), "{}", case.name);
         library = world.into_library();
     }
 }

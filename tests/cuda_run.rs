@@ -57,6 +57,37 @@ fn is_compared(plan: &str, profile: &str, offload: &str) {
     assert!(said.contains("step"), "{said}");
 }
 
+/// A plan of several ranks, all on one GPU.
+#[test]
+fn ranks_share_a_gpu() {
+    let Some(environment) = stand_in("8") else { return };
+    let dir = scratch("cuda_run_together");
+    let (model, plan) = (dir.join("model.json"), dir.join("plan.json").display().to_string());
+    std::fs::write(&model, MODEL).unwrap();
+    dplan_ok(&[
+        "compile",
+        &model.display().to_string(),
+        "--cluster",
+        "cpu:2",
+        "--batch",
+        "4",
+        "--precision",
+        "f32",
+        "--pin",
+        "dp=2,micro=2",
+        "-o",
+        &plan,
+    ]);
+    let cpu = steps(&run(&["run", &plan, "--steps", "3", "--json"], &environment));
+    let cuda = steps(&run(&["run", &plan, "--steps", "3", "--json", "--device", "cuda", "--together"], &environment));
+    assert!(
+        cuda.len() == 3 && cuda.iter().flatten().zip(cpu.iter().flatten()).all(|(a, b)| (a / b - 1.0).abs() < 1e-5),
+        "{cuda:?}, on CPU ranks {cpu:?}"
+    );
+    let alone = run(&["run", &plan, "--steps", "1", "--device", "cuda"], &environment);
+    assert!(!alone.status.success() && String::from_utf8_lossy(&alone.stderr).contains("--together"), "{}", String::from_utf8_lossy(&alone.stderr));
+}
+
 #[test]
 fn one_rank_trains_on_a_gpu_as_on_the_cpu() {
     let Some(environment) = stand_in("8") else { return };

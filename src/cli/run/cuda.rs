@@ -24,10 +24,12 @@ use crate::export::profile::{Recorded, chrome};
 use crate::feed::{Batches, Feed};
 use crate::import::weights::Weights;
 use crate::planfile::PlanFile;
+use crate::runtime::cuda::driver::Driver;
 use crate::runtime::cuda::gpu::{Gpu, cuda::Cuda, nccl::UniqueId, unique_id};
 use crate::runtime::cuda::rank::Launch;
 use crate::runtime::cuda::session::Session;
 use crate::runtime::cuda::start::Process;
+use crate::runtime::cuda::together::seats;
 use crate::runtime::{Options, RankMemory, Recording};
 
 /// What ranks run on.
@@ -55,6 +57,18 @@ pub fn run(args: &Args, file: &PlanFile, plan: u64, feed: Feed, weights: Option<
     // Before anybody is waited for: whether there is a GPU at all.
     Cuda::open().map_err(Failure::fault)?;
     let ranks = file.program.ranks();
+    if args.together {
+        let gpu = Gpu::open(0, timeout).map_err(Failure::fault)?;
+        let session = Session::new(file.graph.clone(), file.program.clone(), seats(gpu, ranks), &options(args));
+        return train(
+            args,
+            file,
+            session.map_err(Failure::fault)?,
+            Launch::Each,
+            &Process { rank: 0, ranks: 1, local: 0, address: String::new() },
+            (feed, weights, seed),
+        );
+    }
     let process = Process::find(|name| std::env::var(name).ok(), ranks)?;
     let mut gpu = Gpu::open(process.local, timeout).map_err(Failure::fault)?;
     if let Some(why) = gpu.lacks().filter(|_| process.rank == 0) {
@@ -67,15 +81,32 @@ pub fn run(args: &Args, file: &PlanFile, plan: u64, feed: Feed, weights: Option<
         let id = process.share(plan, timeout, made.0).map_err(Failure::fault)?;
         gpu.join(UniqueId(id), process.rank, ranks).map_err(Failure::fault)?;
     }
-    let scratch = args.scratch.clone().unwrap_or_else(std::env::temp_dir);
-    let recording = if args.profile.is_some() { Recording::On } else { Recording::Off };
-    let options = Options { timeout, decay: args.decay.groups(), scratch, recording, ..Options::default() };
-    let mut session = Session::new(file.graph.clone(), file.program.clone(), vec![(process.rank, gpu)], &options).map_err(Failure::fault)?;
-    session.remarks().iter().for_each(|remark| eprintln!("note: {remark}"));
-    session.launch(match args.launch {
+    let session = Session::new(file.graph.clone(), file.program.clone(), vec![(process.rank, gpu)], &options(args)).map_err(Failure::fault)?;
+    let launch = match args.launch {
         LaunchBy::Graph => Launch::Graph,
         LaunchBy::Each => Launch::Each,
-    });
+    };
+    train(args, file, session, launch, &process, (feed, weights, seed))
+}
+
+fn options(args: &Args) -> Options {
+    let (timeout, scratch) = (Duration::from_secs_f64(args.timeout), args.scratch.clone().unwrap_or_else(std::env::temp_dir));
+    let recording = if args.profile.is_some() { Recording::On } else { Recording::Off };
+    Options { timeout, decay: args.decay.groups(), scratch, recording, ..Options::default() }
+}
+
+/// Trains the ranks of this process; `process` says which they are, or that they are all.
+fn train<D: Driver>(
+    args: &Args,
+    file: &PlanFile,
+    mut session: Session<D>,
+    launch: Launch,
+    process: &Process,
+    (feed, weights, seed): (Feed, Option<&Weights>, u64),
+) -> Result<Outcome> {
+    session.remarks().iter().for_each(|remark| eprintln!("note: {remark}"));
+    session.launch(launch);
+    let alone = process.ranks == 1;
     match weights {
         None => session.initialise(seed).map_err(Failure::fault)?,
         Some(weights) => {
@@ -84,7 +115,7 @@ pub fn run(args: &Args, file: &PlanFile, plan: u64, feed: Feed, weights: Option<
         }
     }
     let stage = file.program.stages.iter().position(|s| s.accumulates(Scalar::Loss).is_some()).map(|s| s as u64);
-    let has_loss = stage == Some(process.rank / file.program.mesh.ranks());
+    let has_loss = alone || stage == Some(process.rank / file.program.mesh.ranks());
     let tells = has_loss && process.rank.is_multiple_of(file.program.mesh.ranks());
     let tokens = (file.plan.batch() * file.seq) as f64;
     let targets = feed.targets() as f64;
@@ -115,7 +146,7 @@ pub fn run(args: &Args, file: &PlanFile, plan: u64, feed: Feed, weights: Option<
     }
     if let Some(path) = &args.profile {
         let trace = chrome(&file.graph, &file.program, file.plan.pipeline(), &recorded, &|rank, c| session.members(rank, c));
-        output::write(&of_rank(path, process.rank, ranks), trace.as_bytes())?;
+        output::write(&of_rank(path, process.rank, process.ranks), trace.as_bytes())?;
     }
     if tells {
         let tokens_per_second = tokens * args.steps as f64 / took;
@@ -142,7 +173,7 @@ fn of_rank(path: &Path, rank: u64, ranks: u64) -> PathBuf {
 
 /// What ranks on GPUs do not do.
 fn check(args: &Args, file: &PlanFile) -> anyhow::Result<()> {
-    let alone = file.program.ranks() == 1;
+    let alone = file.program.ranks() == 1 || args.together;
     let refused = [
         ("--checkpoint", args.checkpoint.is_some()),
         ("--resume", args.resume.is_some()),

@@ -17,3 +17,4 @@ pub mod solo;
 pub mod start;
 pub mod step;
 pub mod timing;
+pub mod together;

@@ -25,7 +25,7 @@ pub enum StartError {
     #[error("{ranks} processes were started and the plan has {expected} ranks")]
     Count { ranks: u64, expected: u64 },
     #[error(
-        "the plan has {0} ranks: start as many processes, with torchrun, srun or mpirun (which set RANK and WORLD_SIZE, SLURM_PROCID or OMPI_COMM_WORLD_RANK)"
+        "the plan has {0} ranks: start as many processes, with torchrun, srun or mpirun (which set RANK and WORLD_SIZE, SLURM_PROCID, OMPI_COMM_WORLD_RANK or PMI_RANK); --together tries them all on one GPU"
     )]
     Alone(u64),
     #[error("MASTER_ADDR is not set: ranks on several machines need the address of rank 0")]

@@ -6,7 +6,7 @@
 use crate::calibrate::own;
 use crate::compare::observe::{Observation, observe};
 use crate::compile::{Options as CompileOptions, compile};
-use crate::export::profile::{Recorded, chrome};
+use crate::export::profile::{Recorded, trace};
 use crate::feed::Feed;
 use crate::import::{ImportOptions, model_from_bytes};
 use crate::planfile::PlanFile;
@@ -99,13 +99,13 @@ fn run(machine: &Machine, pins: &str) -> anyhow::Result<(PlanFile, Vec<Observati
         if step == 0 {
             session.take_spans();
         } else {
-            recorded.take(&mut session, start);
+            recorded.take(session.take_spans(), (start, session.clock()));
             seconds.push(result.seconds);
         }
     }
     seconds.sort_by(f64::total_cmp);
     let seconds = seconds[seconds.len() / 2];
-    let trace = chrome(&session, plan.plan.pipeline(), &recorded);
+    let trace = trace(&session, plan.plan.pipeline(), &recorded);
     let profile = parse("measured.json", trace.as_bytes(), &CommKernels::default())?;
     let observations = observe(&plan, &profile, &plan.cluster).map_err(|e| anyhow!(e))?;
     Ok((plan, observations, seconds))

@@ -68,7 +68,7 @@ fn gpus_drop_what_cpu_ranks_drop() {
     for (pins, graph, program) in plans {
         let world = World::new(library, TARGET, program.ranks(), 7);
         let drivers = (0..program.ranks()).map(|r| (r, Recorder::new(&world, r))).collect();
-        let mut devices = Devices::new(graph.clone(), program.clone(), drivers, DecayGroups::All).unwrap_or_else(|e| panic!("{e}"));
+        let mut devices = Devices::new(graph.clone(), program.clone(), drivers, &Options::default()).unwrap_or_else(|e| panic!("{e}"));
         let feed = Feed::new(&graph, None, BATCH, SEED).unwrap();
         let mut session = Session::new(graph.clone(), program, &Options::default()).unwrap();
         devices.initialise(SEED).unwrap();

@@ -29,12 +29,13 @@ use dplan_ir::plan::{Plan, Wire};
 use dplan_ir::program::{Program, Role};
 use dplan_kernels::cuda::arch::Arch;
 use dplan_kernels::cuda::product::TILES;
-use dplan_kernels::cuda::{Family, Target};
+use dplan_kernels::cuda::{self, Family, Target};
 use dplan_kernels::shim::{self, Library};
 use dplan_planner::lower;
 use explain::explain;
 use megatron::Shape;
 use oracle::Oracle;
+use recording::by_library::{ByLibrary, build};
 use recording::{Call, Recorder, World};
 
 const SHAPE: Shape = Shape { dp: 2, tp: 2, pp: 2, zero: 1, micro: 2, sequence: true, ..Shape::ONE };
@@ -105,7 +106,7 @@ impl Model {
     }
     fn devices(&self, world: &Rc<RefCell<World>>, decay: DecayGroups) -> Result<Devices<Recorder>, RuntimeError> {
         let drivers = (0..self.program.ranks()).map(|r| (r, Recorder::new(world, r))).collect();
-        Devices::new(self.graph.clone(), self.program.clone(), drivers, decay)
+        Devices::new(self.graph.clone(), self.program.clone(), drivers, &Options { decay, ..Options::default() })
     }
 }
 
@@ -125,8 +126,14 @@ fn planned(change: impl Fn(Plan) -> Plan, of: &[(&'static str, DType)], decay: D
 
 /// Trains a model on stand-ins, beside CPU ranks.
 fn train(model: &Model, library: Library, within: &Tolerance) -> Library {
+    train_by(model, library, None, within)
+}
+
+/// The same, with a library of products.
+fn train_by(model: &Model, library: Library, products: Option<ByLibrary>, within: &Tolerance) -> Library {
     let name = model.name;
     let world = World::new(library, model.target, model.program.ranks(), 7);
+    world.borrow_mut().library = products;
     let mut devices = model.devices(&world, within.decay).unwrap_or_else(|e| panic!("{e}"));
     devices.launch(within.launch);
     let initial = model.weights();
@@ -160,6 +167,12 @@ fn train(model: &Model, library: Library, within: &Tolerance) -> Library {
     let (error, tensor) = distance(&model.graph, &devices.gather(updated).unwrap(), &session.params().unwrap());
     println!("{name} {}: weights within {error:e} of CPU ranks, {} launches", model.compute, world.borrow().launched());
     assert!(error < within.weights, "{name}: {tensor} is {error:e} from that of CPU ranks");
+    if let Some(products) = &world.borrow().library {
+        let asked = model.codes.iter().flat_map(|c| c.segments.iter().flatten()).flat_map(|(_, a)| a.routines()).flat_map(|r| &r.launches);
+        let (mine, all) = asked.filter(|l| l.family == Family::Gemm).fold((0, 0), |(mine, all), l| (mine + u64::from(l.instead.is_some()), all + 1));
+        println!("{name}: {mine} of {all} products are for the library, which computed {}", products.multiplied);
+        assert!(mine == all && products.multiplied >= within.steps * mine);
+    }
     drop(devices);
     let world = Rc::into_inner(world).expect("nobody else has it").into_inner();
     assert_eq!(world.leaks(), Vec::<String>::new());
@@ -236,10 +249,20 @@ fn rounded_gradients_meet_those_of_cpu_ranks() {
     }
 }
 
+/// As by generated kernels, with every product that may be computed by cuBLASLt's stand-in, loaded as the library is.
+#[test]
+fn products_by_a_library_meet_pytorch() {
+    const BY_LIBRARY: Target = Target { library: cuda::library::Library::Always, ..ANY };
+    let models = models(&[("llama", DType::F32)], DecayGroups::All, BY_LIBRARY);
+    let [model] = &models[..] else { return };
+    let Some(path) = build(&common::scratch("cuda_ranks_products"), "libcublasLt.so", &["libcublaslt.cpp"]) else { return };
+    train_by(model, Model::compile(&models, "library"), Some(ByLibrary::open(&path)), &EXACT);
+}
+
 /// Every product that may be is one of warpgroups, however small.
 #[test]
 fn llama_on_hopper_comes_close_to_pytorch() {
-    const HOPPER: Target = Target { arch: Arch::Sm90a, tiles: TILES.split_at(2).0 };
+    const HOPPER: Target = Target { tiles: TILES.split_at(2).0, ..Target::of(Arch::Sm90a) };
     let models = models(&[("llama", DType::Bf16)], DecayGroups::All, HOPPER);
     if let [model] = &models[..] {
         let launches = |c: &Code| {

@@ -164,7 +164,7 @@ fn warpgroups() -> Vec<Launch> {
     let mut all = Vec::new();
     for case in plain.into_iter().chain([odd, sum, experts]) {
         for tiles in [TILES.split_at(1).0, TILES.split_at(2).0.split_at(1).1] {
-            let routine = make(&Case { target: Target { arch: Arch::Sm90a, tiles }, ..case.clone() }, &mut random).routine;
+            let routine = make(&Case { target: Target { tiles, ..Target::of(Arch::Sm90a) }, ..case.clone() }, &mut random).routine;
             all.extend(routine.launches.into_iter().filter(|l| l.entry == "dp_gemm_wgmma"));
         }
     }

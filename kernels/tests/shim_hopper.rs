@@ -45,7 +45,7 @@ fn draw(r: &mut Random, (a, b, c, eights, tiles): (&str, &str, &str, &str, &'sta
     let letters = letters.collect();
     let op = if experts { Op::ExpertEinsum(spec(a, b, c)) } else { Op::Einsum(spec(a, b, c)) };
     let ranks = (if experts { vec![4, 3, 3] } else { vec![a.len(), b.len()] }, vec![c.len()]);
-    let target = Target { arch: Arch::Sm90a, tiles };
+    let target = Target { tiles, ..Target::of(Arch::Sm90a) };
     Case { op, ranks, letters, dtype, out, write, alignment: Alignment::Packs, top_k: 1 + r.below(3), order: Order::Straight, target }
 }
 
@@ -109,7 +109,7 @@ fn what_is_taken_out_is_missed() {
         alignment: Alignment::Packs,
         top_k: 1,
         order: Order::Straight,
-        target: Target { arch: Arch::Sm90a, tiles },
+        target: Target { tiles, ..Target::of(Arch::Sm90a) },
     };
     let prepared = [WIDE, SQUARE].map(|tiles| make(&op(tiles), &mut random));
     let mut damaged: Vec<(&Prepared, &str, Launch)> = Vec::new();

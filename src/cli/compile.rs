@@ -14,7 +14,7 @@ use dplan_ir::documents;
 use dplan_ir::dtype::DType;
 use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::Optimizer;
-use dplan_ir::plan::{Away, Clip};
+use dplan_ir::plan::Clip;
 use dplan_planner::machine::{Cluster, Machine};
 use dplan_planner::pins::Pins;
 use dplan_planner::request::{Refusal, Solver};
@@ -110,21 +110,12 @@ enum SolverName {
 }
 
 /// What is to be said of a plan that offloads.
-fn of_hosts(compiled: &Compiled, limit: Option<Bytes>) -> Vec<String> {
+fn of_hosts(compiled: &Compiled, limit: Option<Bytes>) -> Option<String> {
     let is_gpu = |machine: &&Machine| machine.device.name != "cpu";
     let limit = limit.or_else(|| compiled.file.cluster.groups().iter().filter(is_gpu).filter_map(|machine| machine.host_memory).min());
     let taken = Bytes(compiled.prediction.memory.iter().map(|m| m.arena.host).max().unwrap_or(0));
-    let mut notes = Vec::new();
-    if let Some(limit) = limit.filter(|limit| taken > *limit) {
-        notes.push(format!("offloading is pinned, and {taken} a device are in the host's memory, of which there is to be {limit}"));
-    }
-    let offloads = compiled.file.plan.options.iter().any(|o| o.away() != Away::default());
-    if offloads && compiled.file.cluster.groups().iter().any(|machine| is_gpu(&machine)) {
-        notes.push(format!(
-            "states or activations are offloaded ({taken} a device to the host's memory), which ranks on GPUs do not do yet; --pin offload=none leaves it out"
-        ));
-    }
-    notes
+    let limit = limit.filter(|limit| taken > *limit)?;
+    Some(format!("offloading is pinned, and {taken} a device are in the host's memory, of which there is to be {limit}"))
 }
 
 pub fn run(args: Args) -> Result<Outcome> {

@@ -13,33 +13,36 @@ use serde_json::{Value, json};
 /// Steps that a profile holds. A longer run is like its beginning, and its profile would fill the disk.
 const MOST_STEPS: usize = 50;
 
-/// What the ranks ran in the first steps of a session.
+/// What the ranks of a process ran in the first steps of a session.
 #[derive(Debug, Default)]
 pub struct Recorded {
-    /// Beginning and end of each step, by the session's clock.
+    /// Beginning and end of each step, by the clock of spans.
     steps: Vec<(u64, u64)>,
     /// By rank.
     spans: Vec<Vec<Span>>,
 }
 
 impl Recorded {
-    /// Takes what the session recorded of the step that began at `start` and is over.
-    pub fn take(&mut self, session: &mut Session, start: u64) {
-        let spans = session.take_spans();
+    /// Takes what was recorded of a step.
+    pub fn take(&mut self, spans: Vec<Vec<Span>>, (start, end): (u64, u64)) {
         if self.steps.len() < MOST_STEPS {
-            self.steps.push((start, session.clock()));
+            self.steps.push((start, end));
             self.spans.resize_with(spans.len(), Vec::new);
             self.spans.iter_mut().zip(spans).for_each(|(all, mut new)| all.append(&mut new));
         }
     }
 }
 
-/// The trace of what was recorded.
-pub fn chrome(session: &Session, pipeline: Pipeline, recorded: &Recorded) -> String {
-    let (graph, program) = (session.graph(), session.program());
+/// The trace of CPU ranks.
+pub fn trace(session: &Session, pipeline: Pipeline, recorded: &Recorded) -> String {
+    chrome(session.graph(), session.program(), pipeline, recorded, &|_, c| session.members(c).to_vec())
+}
+
+/// The trace of what was recorded, of ranks that ran something. `members`: the ranks of a rank's communicator.
+pub fn chrome(graph: &Graph, program: &Program, pipeline: Pipeline, recorded: &Recorded, members: &dyn Fn(usize, u32) -> Vec<usize>) -> String {
     let mut events: Vec<Value> = Vec::new();
     let per_stage = program.mesh.ranks() as usize;
-    for (rank, spans) in recorded.spans.iter().enumerate() {
+    for (rank, spans) in recorded.spans.iter().enumerate().filter(|(_, spans)| !spans.is_empty()) {
         let stage = rank / per_stage.max(1);
         events.push(json!({ "ph": "M", "pid": rank, "name": "process_name", "args": { "name": format!("rank {rank}") } }));
         for stream in Stream::ALL {
@@ -53,18 +56,18 @@ pub fn chrome(session: &Session, pipeline: Pipeline, recorded: &Recorded) -> Str
         }
         passes(rank, stage, program, pipeline, spans, &mut events);
         for span in spans {
-            events.push(instruction(session, graph, program, rank, stage, span));
+            let group = span.communicator.map(|c| members(rank, c));
+            events.push(instruction(graph, program, (rank, stage), span, group));
         }
     }
     json!({ "displayTimeUnit": "ms", "traceEvents": events }).to_string() + "\n"
 }
 
-fn instruction(session: &Session, graph: &Graph, program: &Program, rank: usize, stage: usize, span: &Span) -> Value {
+fn instruction(graph: &Graph, program: &Program, (rank, stage): (usize, usize), span: &Span, group: Option<Vec<usize>>) -> Value {
     let segment = &program.stages[stage].segments[span.segment];
     let instr = &segment.body[span.at as usize].instr;
     let place = Instruction { stage: stage as u32, kind: segment.kind, segment: span.segment, at: span.at };
     let name = format!("{} {}", place.name(), label(graph, program, stage, instr));
-    let group = span.communicator.map(|c| session.members(c).to_vec());
     let bytes = moved_bytes(program, stage, instr);
     let peer = || group.as_ref().and_then(|g| g.iter().copied().find(|&r| r != rank));
     let (category, args) = match instr {

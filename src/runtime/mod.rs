@@ -8,6 +8,7 @@ pub mod block;
 pub mod cpu;
 pub mod cuda;
 pub mod loss_scale;
+pub mod scratch;
 pub mod view;
 pub mod watch;
 
@@ -17,8 +18,10 @@ pub use cpu::state::{Holding, Run, Which};
 pub use loss_scale::LossScale;
 
 use dplan_ir::entity::SegmentId;
+use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::DecayGroups;
-use dplan_ir::program::Stream;
+use dplan_ir::program::{Program, Stream};
+use dplan_ir::text::{self, Place};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -147,8 +150,13 @@ pub enum RuntimeError {
     },
     #[error("no rank got further for {seconds} s: {}", describe(stalls))]
     Stalled { seconds: f64, stalls: Vec<Stall> },
-    #[error("rank {rank}, {source}")]
-    Device { rank: usize, source: cuda::driver::DriverError },
+    #[error("rank {rank}, {source}{}", at(stalls))]
+    Device {
+        rank: usize,
+        source: cuda::driver::DriverError,
+        /// What it was at together with others, as far as that is known.
+        stalls: Vec<Stall>,
+    },
     #[error("the session ended with an earlier error")]
     Ended,
 }
@@ -185,6 +193,19 @@ fn ranks(ranks: &[usize]) -> String {
 
 fn those(of: &[usize], did: &str) -> String {
     if of.is_empty() { String::new() } else { format!("; {} {did}", ranks(of)) }
+}
+
+fn at(stalls: &[Stall]) -> String {
+    if stalls.is_empty() { String::new() } else { format!("; {}", describe(stalls)) }
+}
+
+/// An instruction as the program's text shows it, and where it stands.
+pub fn shown(graph: &Graph, program: &Program, stage: usize, (segment, at): (SegmentId, usize), micro_batch: u64) -> String {
+    let printed = text::program_printed(program, graph);
+    let line = printed.lines.iter().find(|(place, _)| *place == Place::Instr(stage as u32, segment, at as u32)).map(|&(_, line)| line);
+    let shown = line.and_then(|line| printed.text.lines().nth(line as usize)).unwrap_or_default().trim();
+    let kind = program.stages[stage].segments[segment].kind.name();
+    format!("`{shown}` ({kind}, instruction {at}, micro-batch {micro_batch})")
 }
 
 fn describe(stalls: &[Stall]) -> String {

@@ -7,12 +7,12 @@ use dplan_ir::entity::{BufferId, NodeId, ParamId, ValueId};
 use dplan_ir::extent::{OpContext, Seat, context};
 use dplan_ir::graph::{Graph, Layout, Node};
 use dplan_ir::mesh::AxisSet;
-use dplan_ir::program::{Bucket, Buffer, Content, Program, StageProgram};
+use dplan_ir::program::{Bucket, Buffer, Content, Program, Space, StageProgram};
 use dplan_ir::sharding::{LocalType, Sharding, local_type};
 
 use super::block::Block;
 
-/// Where a buffer lies in the arena of one rank.
+/// Where a buffer lies in one of a rank's memories.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Place {
     pub offset: u64,
@@ -60,20 +60,34 @@ impl<'a> View<'a> {
     pub fn buffer(&self, id: BufferId) -> Result<&'a Buffer, String> {
         self.of_stage().buffers.get(id).ok_or_else(|| format!("{id} does not exist"))
     }
+    /// Where a buffer lies in the device's memory.
+    ///
     /// # Errors
-    /// If the buffer reaches past the arena or is not aligned to its elements.
+    /// As [`View::anywhere`], and if it lies elsewhere.
     pub fn place(&self, id: BufferId) -> Result<Place, String> {
-        let (buffer, arena) = (self.buffer(id)?, self.of_stage().arena_bytes);
-        let slots = buffer.slots.max(1);
-        let offset = buffer.offset_at(0, &self.program.mesh, self.local_rank);
+        match self.anywhere(id)? {
+            (Space::Device, place) => Ok(place),
+            (other @ (Space::Host | Space::File), _) => Err(format!("{id} is in {}, where only copies reach it", other.name())),
+        }
+    }
+    /// The memory that a buffer is in, and where it lies there.
+    ///
+    /// # Errors
+    /// If the buffer reaches past its memory or is not aligned to its elements.
+    pub fn anywhere(&self, id: BufferId) -> Result<(Space, Place), String> {
+        let (buffer, slots) = (self.buffer(id)?, self.buffer(id)?.slots.max(1));
+        let address = buffer.offset_at(0, &self.program.mesh, self.local_rank);
+        let space = self.of_stage().space_at(address);
+        let (range, size) = (self.of_stage().range(space), self.of_stage().bytes_in(space));
+        let offset = address.saturating_sub(range.start);
         let end = (slots - 1).checked_mul(buffer.slot_stride).and_then(|s| s.checked_add(offset)?.checked_add(buffer.bytes));
-        if end.is_none_or(|end| end > arena) {
-            return Err(format!("{id}: its range ends past the arena of {arena} bytes"));
+        if end.is_none_or(|end| end > size) {
+            return Err(format!("{id}: its range ends past {} of {size} bytes", space.name()));
         }
         if [offset, buffer.slot_stride, buffer.bytes].iter().any(|x| x % buffer.dtype.size() != 0) {
             return Err(format!("{id}: its range is not aligned to {}", buffer.dtype));
         }
-        Ok(Place { offset, stride: buffer.slot_stride, slots, bytes: buffer.bytes, dtype: buffer.dtype })
+        Ok((space, Place { offset, stride: buffer.slot_stride, slots, bytes: buffer.bytes, dtype: buffer.dtype }))
     }
     /// # Errors
     /// If the node does not exist, or a buffer is no block of its operand.

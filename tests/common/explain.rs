@@ -1,7 +1,8 @@
 //! Which instruction of a program each call of a rank's step is for.
 
 use dplan::runtime::cuda::load::{Action, Code, Primitive, Reduction};
-use dplan_ir::program::{Content, Instr, Pattern, Program, Stream};
+use dplan::runtime::scratch::Way;
+use dplan_ir::program::{Content, Instr, Pattern, Program, Space, Stream};
 use dplan_ir::sharding::Monoid;
 use dplan_kernels::cuda::SCALAR_BYTES;
 
@@ -16,6 +17,7 @@ pub fn explain(program: &Program, code: &Code, log: &[Call]) -> Result<(), Strin
     let stage = &program.stages[code.stage];
     let mut calls = Calls(log.iter());
     let mut recorded = std::collections::BTreeSet::new();
+    let mut handed = Handed { first: STREAMS + stage.events as usize, count: 0 };
     // The step's scalars, then every stream after them.
     let call = calls.next("the scalars")?;
     expect(matches!(call, Call::CopyIn { bytes: SCALAR_BYTES, stream: 0, .. }), call, "the scalars' copy")?;
@@ -81,6 +83,7 @@ pub fn explain(program: &Program, code: &Code, log: &[Call]) -> Result<(), Strin
                     let right = wanted && *members == group && *stream == on && elems * stage.buffers[*src].dtype.size() == counted;
                     expect(right, call, &what)?;
                     calls.launches(&entries[before..], on, &what)?;
+                    calls.mark(on, &what)?;
                 }
                 Instr::Input { dst } => {
                     let call = calls.next(&what)?;
@@ -90,7 +93,30 @@ pub fn explain(program: &Program, code: &Code, log: &[Call]) -> Result<(), Strin
                     let call = calls.next(&what)?;
                     expect(matches!(call, Call::Rows { bytes: n, stream, .. } if *n == bytes(dst) && *stream == on), call, &what)?;
                 }
-                Instr::Copy { .. } => return Err(format!("nothing lies on the host {what}")),
+                Instr::Copy { src, dst } => {
+                    let pieces = match (stage.space(*src), stage.space(*dst)) {
+                        (Space::Device, Space::Host) => {
+                            let call = calls.next(&what)?;
+                            expect(matches!(call, Call::CopyOut { bytes: n, stream, .. } if *n == bytes(dst) && *stream == on), call, &what)?;
+                            continue;
+                        }
+                        (Space::Host, Space::Device) => {
+                            let call = calls.next(&what)?;
+                            expect(matches!(call, Call::CopyIn { bytes: n, stream, .. } if *n == bytes(dst) && *stream == on), call, &what)?;
+                            continue;
+                        }
+                        (Space::Device, Space::File) => calls.pieces(Way::Out, bytes(dst), on, &mut handed, &what)?,
+                        (Space::File, Space::Device) => calls.pieces(Way::In, bytes(dst), on, &mut handed, &what)?,
+                        (from, to) => return Err(format!("{from:?} to {to:?} {what}")),
+                    };
+                    // In the file, as far into it as the buffer is.
+                    let away = if stage.space(*src) == Space::File { src } else { dst };
+                    let buffer = &stage.buffers[*away];
+                    let offset = buffer.offset_at(issue.micro_batch, &program.mesh, code.local_rank) - stage.range(Space::File).start;
+                    if pieces != offset {
+                        return Err(format!("at {pieces} of the file, not at {offset} {what}"));
+                    }
+                }
                 Instr::Zero { dst } => {
                     let call = calls.next(&what)?;
                     expect(matches!(call, Call::Zero { bytes: n, stream, .. } if *n == bytes(dst) && *stream == on), call, &what)?;
@@ -99,11 +125,13 @@ pub fn explain(program: &Program, code: &Code, log: &[Call]) -> Result<(), Strin
                     let peer = u64::from(*to) * program.mesh.ranks() + code.local_rank;
                     let call = calls.next(&what)?;
                     expect(*call == Call::Send { to: peer, bytes: bytes(src), stream: on }, call, &what)?;
+                    calls.mark(on, &what)?;
                 }
                 Instr::Recv { from, dst, .. } => {
                     let peer = u64::from(*from) * program.mesh.ranks() + code.local_rank;
                     let call = calls.next(&what)?;
                     expect(*call == Call::Receive { from: peer, bytes: bytes(dst), stream: on }, call, &what)?;
+                    calls.mark(on, &what)?;
                 }
                 Instr::Record(event) => {
                     recorded.insert(event.0);
@@ -146,10 +174,61 @@ fn primitive(pattern: Pattern, monoid: Monoid) -> Result<Primitive, String> {
     })
 }
 
+/// Pieces handed over between streams and the disk's, and the first of the events that do it.
+struct Handed {
+    first: usize,
+    count: usize,
+}
+
 /// What is left of a log.
 struct Calls<'a>(std::slice::Iter<'a, Call>);
 
 impl<'a> Calls<'a> {
+    /// The note that a meeting is done.
+    fn mark(&mut self, on: usize, what: &str) -> Result<(), String> {
+        let call = self.next(what)?;
+        expect(matches!(call, Call::CopyOut { bytes: 4, stream, .. } if *stream == on), call, &format!("the mark {what}"))
+    }
+    /// The pieces of a transfer, one after another; where in the file they begin.
+    fn pieces(&mut self, way: Way, bytes: u64, on: usize, handed: &mut Handed, what: &str) -> Result<u64, String> {
+        const DISK: usize = STREAMS;
+        let (mut done, mut begin) = (0, None);
+        while done < bytes {
+            let (full, empty) = (handed.first + handed.count % 2, handed.first + 2 + handed.count % 2);
+            let (first, second) = if way == Way::In { (DISK, on) } else { (on, DISK) };
+            // The first two pieces of a step are free.
+            let mut wanted = vec![Call::Record { event: full, stream: first }, Call::Wait { event: full, stream: second }];
+            if handed.count >= 2 {
+                let call = self.next(what)?;
+                expect(*call == Call::Wait { event: empty, stream: first }, call, what)?;
+            }
+            let mut moved = Vec::new();
+            for side in 0..2 {
+                let call = self.next(what)?;
+                moved.push(match (call, way, side) {
+                    (Call::Errand { way: w, address, bytes, stream: DISK }, Way::In, 0)
+                    | (Call::Errand { way: w, address, bytes, stream: DISK }, Way::Out, 1)
+                        if *w == way =>
+                    {
+                        let begin = *begin.get_or_insert(*address);
+                        expect(*address == begin + done, call, what)?;
+                        *bytes
+                    }
+                    (Call::CopyIn { bytes, stream, .. }, Way::In, 1) | (Call::CopyOut { bytes, stream, .. }, Way::Out, 0) if *stream == on => *bytes,
+                    _ => return Err(format!("{call:?} is not {what}")),
+                });
+                for wanted in std::mem::take(&mut wanted) {
+                    let call = self.next(what)?;
+                    expect(*call == wanted, call, what)?;
+                }
+            }
+            let call = self.next(what)?;
+            expect(*call == Call::Record { event: empty, stream: second } && moved[0] == moved[1], call, what)?;
+            (done, handed.count) = (done + moved[0], handed.count + 1);
+        }
+        begin.filter(|_| done == bytes).ok_or_else(|| format!("{done} bytes {what}"))
+    }
+
     fn next(&mut self, what: &str) -> Result<&'a Call, String> {
         self.0.next().ok_or_else(|| format!("the log ends before {what}"))
     }

@@ -1,11 +1,17 @@
-// A stand-in for libcuda and libnccl with one device whose memory is the host's and whose streams do at once what they are given. It knows two kernels, `dp_clip`, and `dp_tensor`, which writes down a tensor that it was given. It checks
-// what C cannot: sizes of structures, alignment, and that what is given back was taken. A kernel gets 48 KiB of shared memory, or what was asked for it, and the device has
-// 99 KiB. Whoever is in color 13 of a split waits for somebody who never comes.
+// A stand-in for libcuda and libnccl with one device whose memory is the host's and whose streams do at once what they are given. It checks what C cannot: sizes of structures,
+// alignment, and that what is given back was taken. A kernel gets 48 KiB of shared memory, or what was asked for it, and the device has 99 KiB. Whoever is in color 13 of a
+// split waits for somebody who never comes.
+//
+// Kernels that the stand-in for NVRTC made (`libnvrtc.cpp`) run in the CPU shim. Of real machine code it knows two kernels, `dp_clip`, and `dp_tensor`, which writes down a tensor that
+// it was given. `STAND_IN_CAPABILITY` is what the device can do, 9 if absent.
+#include <chrono>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <dlfcn.h>
 #include <functional>
 #include <map>
 #include <new>
@@ -14,10 +20,10 @@
 #include <vector>
 
 namespace {
-std::set<void*> live;
+std::map<void*, size_t> live;
 void* take(size_t bytes) {
     void* p = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
-    live.insert(p);
+    live[p] = bytes;
     return p;
 }
 int give(void* p) {
@@ -32,7 +38,16 @@ struct Copy2D {
 };
 struct Id { char bytes[128]; };
 struct Config { size_t size; unsigned magic, version; int blocking; };
-std::map<std::string, int> functions;
+// As in `kernels/src/shim/shim.h`.
+struct Memory { char* base; uint64_t bytes; uint64_t* writers; uint32_t (*sectors)[2]; uint64_t read, written; int32_t writable; };
+struct Arg { int32_t kind; Memory* memory; uint64_t offset; int64_t integer; const uint64_t* tensor; };
+struct Launch { unsigned grid[3]; uint32_t threads, shared; uint64_t seed, number, first_block, blocks; const Arg* args; char* error; };
+// A kernel, the shared memory that it may have, and in the shim what it is called by and takes.
+struct Function { std::string name; int most; int (*run)(const Launch*); const char* kinds; };
+std::map<std::pair<void*, std::string>, Function> functions;
+// Libraries of the shim, by module.
+std::map<void*, void*> shims;
+uint64_t launched = 0;
 int asked = 0, context = 0, color_of_split = 0, key_of_split = 0;
 void* stuck = nullptr;
 // Copies and fills that are captured; whoever captures launches nothing here.
@@ -55,7 +70,13 @@ API int stand_in_key() { return key_of_split; }
 API int cuInit(unsigned) { return 0; }
 API int cuDeviceGetCount(int* n) { *n = 1; return 0; }
 API int cuDeviceGet(int* d, int) { *d = 5; return 0; }
-API int cuDeviceGetAttribute(int* v, int what, int d) { *v = what == 75 ? 9 : 0; return d == 5 ? 0 : 101; }
+API int cuDeviceGetAttribute(int* v, int what, int d) {
+    const char* capability = std::getenv("STAND_IN_CAPABILITY");
+    *v = what == 75 ? (capability ? std::atoi(capability) : 9) : what == 16 ? 4 : what == 13 ? 1000000 : 0;
+    return d == 5 ? 0 : 101;
+}
+API int cuDeviceGetName(char* name, int n, int d) { std::strncpy(name, "a stand-in", n); return d == 5 ? 0 : 101; }
+API int cuDriverGetVersion(int* version) { *version = 12040; return 0; }
 API int cuDevicePrimaryCtxRetain(void** c, int d) { *c = &context; return d == 5 ? 0 : 101; }
 API int cuDevicePrimaryCtxRelease_v2(int d) { return d == 5 ? 0 : 101; }
 API int cuCtxSetCurrent(void* c) { return c == &context ? 0 : 201; }
@@ -67,22 +88,40 @@ API int cuStreamCreate(void** s, unsigned flags) { *s = take(1); return flags ==
 API int cuStreamDestroy_v2(void* s) { return give(s); }
 API int cuStreamWaitEvent(void* s, void* e, unsigned) { return live.count(s) && live.count(e) ? 0 : 400; }
 API int cuStreamQuery(void*) { return asked++ % 2 == 0 ? 600 : 0; }
-API int cuEventCreate(void** e, unsigned flags) { *e = take(1); return flags == 2 ? 0 : 1; }
+API int cuEventCreate(void** e, unsigned flags) { *e = take(8); return flags == 2 || flags == 0 ? 0 : 1; }
 API int cuEventDestroy_v2(void* e) { return give(e); }
-API int cuEventRecord(void* e, void* s) { return live.count(s) && live.count(e) ? 0 : 400; }
+API int cuEventRecord(void* e, void* s) {
+    if (!live.count(s) || !live.count(e)) return 400;
+    *(double*)e = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    return 0;
+}
+API int cuEventElapsedTime(float* milliseconds, void* from, void* to) { *milliseconds = float(*(double*)to - *(double*)from); return live.count(from) && live.count(to) ? 0 : 400; }
 API int cuModuleLoadData(void** m, const void* image) {
     if (std::memcmp(image, "\x7f" "ELF", 4) != 0) return 200;
     *m = take(1);
+    // What the stand-in for NVRTC makes is the path of a library.
+    if (((const char*)image)[4] == '/') {
+        void* library = dlopen((const char*)image + 4, RTLD_NOW | RTLD_LOCAL);
+        if (!library) return std::fprintf(stderr, "%s\n", dlerror()), 200;
+        shims[*m] = library;
+    }
     return 0;
 }
-API int cuModuleUnload(void* m) { return give(m); }
+API int cuModuleUnload(void* m) { shims.erase(m); return give(m); }
 API int cuModuleGetFunction(void** f, void* m, const char* name) {
-    *f = &*functions.insert({name, 48 * 1024}).first;
+    Function function = {name, 48 * 1024, nullptr, nullptr};
+    if (shims.count(m)) {
+        function.run = (int (*)(const Launch*))dlsym(shims[m], (std::string(name) + "_run").c_str());
+        const char** kinds = (const char**)dlsym(shims[m], (std::string(name) + "_kinds").c_str());
+        if (!function.run || !kinds) return 500;
+        function.kinds = *kinds;
+    }
+    *f = &(functions[{m, name}] = function);
     return live.count(m) ? 0 : 400;
 }
 API int cuFuncSetAttribute(void* f, int what, int value) {
     if (what != 8 || value > 99 * 1024) return 1;
-    ((std::pair<const std::string, int>*)f)->second = value;
+    ((Function*)f)->most = value;
     return 0;
 }
 // A tensor holds what it was made of, and the sum of that.
@@ -99,8 +138,40 @@ API int cuTensorMapEncodeTiled(uint64_t* tensor, int type, unsigned rank, void* 
     tensor[15] = sum;
     return 0;
 }
+// The memory that an address is in, from there on.
+Memory memory_at(uint64_t at, bool writable) {
+    auto block = live.upper_bound((void*)at);
+    if (block == live.begin()) return {};
+    --block;
+    uint64_t end = uint64_t(block->first) + block->second;
+    if (at > end) return {};
+    return {(char*)at, end - at, nullptr, new uint32_t[(end - at) / 32 + 2][2](), 0, 0, writable};
+}
+// A launch in the shim: its arguments are read now, it runs in its turn.
+int shim(const Function& function, unsigned blocks, unsigned threads, unsigned shared, void** args) {
+    std::string kinds = function.kinds;
+    std::vector<std::vector<uint64_t>> words;
+    for (size_t i = 0; i < kinds.size(); i++) words.emplace_back((uint64_t*)args[i], (uint64_t*)args[i] + (kinds[i] == 't' ? 16 : 1));
+    return queue([=] {
+        std::vector<Memory> memories(kinds.size());
+        std::vector<Arg> list;
+        for (size_t i = 0; i < kinds.size(); i++) {
+            const uint64_t* w = words[i].data();
+            if (kinds[i] != 'i') memories[i] = memory_at(w[0], kinds[i] == 'w');
+            if (kinds[i] == 'i')
+                list.push_back({1, nullptr, 0, int64_t(w[0]), nullptr});
+            else
+                list.push_back({kinds[i] == 't' ? 2 : 0, &memories[i], 0, 0, w + 1});
+        }
+        char error[512] = "";
+        Launch launch = {{blocks, 1, 1}, threads, shared, ++launched, launched, 0, ~0ull, list.data(), error};
+        if (function.run(&launch)) std::fprintf(stderr, "%s: %s\n", function.name.c_str(), error), std::abort();
+        for (auto& memory : memories) delete[] memory.sectors;
+    });
+}
 API int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void* s, void** args, void** extra) {
-    auto& [name, most] = *(std::pair<const std::string, int>*)f;
+    auto& [name, most, run, kinds] = *(Function*)f;
+    if (run) return int(shared) > most || extra || !live.count(s) || gy * gz != 1 || by * bz != 1 ? 1 : shim(*(Function*)f, gx, bx, shared, args);
     if (name == "dp_tensor") {
         const uint64_t* tensor = (const uint64_t*)args[0];
         uint64_t sum = 0, *to = *(uint64_t**)args[1];
@@ -125,6 +196,7 @@ API int cuMemcpy2DAsync_v2(const Copy2D* c, void*) {
     });
 }
 API int cuMemsetD8Async(uint64_t p, unsigned char v, size_t n, void*) { return queue([=] { std::memset((void*)p, v, n); }); }
+API int cuLaunchHostFunc(void* s, void (*function)(void*), void* data) { return live.count(s) ? queue([=] { function(data); }) : 400; }
 API int cuStreamBeginCapture_v2(void* s, int mode) {
     if (!live.count(s) || mode != 2 || capturing) return 1;
     capturing = new (take(sizeof(Graph))) Graph;

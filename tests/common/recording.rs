@@ -4,95 +4,48 @@
 //! whose head can go on, so what no event orders happens in any order. Kernels run through the CPU shim, with the bounds of each argument checked; a communicator's members
 //! must come with the same call, in the same order. Memory is host memory, poisoned when allocated. Every call is logged.
 
+#[path = "by_library.rs"]
+pub mod by_library;
+#[path = "call.rs"]
+mod call;
+#[path = "capture.rs"]
+mod capture;
 #[path = "meeting.rs"]
 mod meeting;
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::rc::Rc;
+use std::sync::Arc;
 
+use by_library::ByLibrary;
+pub use call::Call;
+use capture::Capture;
+use dplan::runtime::cuda::disk::Errand;
 use dplan::runtime::cuda::driver::{
     Access, Address, Captured, Communicator, Driver, DriverError, Event, Exchange, Kernel, Pinned, Queue, Rows, Value,
 };
-use dplan::runtime::cuda::load::Primitive;
 use dplan_ir::splitmix;
 use dplan_kernels::cuda::{Launch, Target};
 use dplan_kernels::shim::{Library, Operand};
 use meeting::{Group, Meeting, meet, sizes};
 
-/// A call that was made; streams and events by the order in which the rank made them.
-#[derive(Clone, PartialEq, Debug)]
-pub enum Call {
-    Take(&'static str),
-    /// Memory, an event, …: what it was, in the order of making.
-    GiveBack(&'static str),
-    Record {
-        event: usize,
-        stream: usize,
-    },
-    Wait {
-        event: usize,
-        stream: usize,
-    },
-    Launch {
-        entry: &'static str,
-        stream: usize,
-    },
-    CopyIn {
-        to: u64,
-        bytes: u64,
-        stream: usize,
-    },
-    CopyOut {
-        from: u64,
-        bytes: u64,
-        stream: usize,
-    },
-    Rows {
-        to: u64,
-        bytes: u64,
-        stream: usize,
-    },
-    Zero {
-        at: u64,
-        bytes: u64,
-        stream: usize,
-    },
-    Exchange {
-        members: Vec<u64>,
-        primitive: Primitive,
-        elems: u64,
-        stream: usize,
-    },
-    Send {
-        to: u64,
-        bytes: u64,
-        stream: usize,
-    },
-    Receive {
-        from: u64,
-        bytes: u64,
-        stream: usize,
-    },
-    BeginCapture,
-    EndCapture,
-    Replay {
-        stream: usize,
-    },
-    Synchronise,
-}
-
 /// All devices of a job.
 pub struct World {
     kernels: Library,
+    /// Computes the products that launches say it may.
+    pub library: Option<ByLibrary>,
     /// What its devices say that they are.
     target: Target,
     devices: Vec<Device>,
     groups: Vec<Group>,
     random: u64,
     launched: u64,
+    done: u64,
     /// Calls made so far, by all ranks, that may fail.
     pub calls: Vec<&'static str>,
+    /// A rank that comes to no more meetings.
+    pub absent: Option<u64>,
     /// The call that fails.
     pub fails: Option<u64>,
     /// Calls other than giving back that a rank made after one failed.
@@ -108,6 +61,8 @@ struct Device {
     streams: Vec<Option<VecDeque<Op>>>,
     /// Records issued and done.
     events: Vec<Option<(u64, u64)>>,
+    /// When each was last recorded: how many things were done before.
+    times: HashMap<usize, u64>,
     kernels: Vec<Option<Launch>>,
     communicators: Vec<usize>,
     capture: Option<Capture>,
@@ -127,38 +82,6 @@ impl Device {
     }
 }
 
-/// Work that is being recorded, stream by stream, from one stream on.
-#[derive(Debug)]
-struct Capture {
-    origin: usize,
-    work: Vec<(usize, Op)>,
-}
-
-impl Capture {
-    /// Takes work as CUDA does: of the stream where it began, and of those that wait for events recorded since.
-    fn take(&mut self, stream: usize, op: Op) {
-        let recorded = |event: usize| self.work.iter().any(|(_, op)| matches!(op, Op::Record { event: e, .. } if *e == event));
-        if let Op::Wait { event, .. } = op {
-            assert!(recorded(event), "stream {stream} waits for event {event}, which was recorded before the capture");
-        } else {
-            let joined = stream == self.origin || self.work.iter().any(|(s, op)| *s == stream && matches!(op, Op::Wait { .. }));
-            assert!(joined, "stream {stream} takes no part in the capture");
-        }
-        self.work.push((stream, op));
-    }
-    /// The work, if the first stream waits for the last of every other.
-    fn end(self) -> Vec<(usize, Op)> {
-        for (at, (stream, op)) in self.work.iter().enumerate() {
-            let last = *stream != self.origin && self.work[at + 1..].iter().all(|(s, _)| s != stream);
-            let waited =
-                |event: usize| self.work[at..].iter().any(|(s, op)| *s == self.origin && matches!(op, Op::Wait { event: e, .. } if *e == event));
-            let joined = matches!(op, Op::Record { event, .. } if waited(*event));
-            assert!(!last || joined, "stream {stream} was not waited for by the end of the capture");
-        }
-        self.work
-    }
-}
-
 /// Bytes at a multiple of 256.
 struct Block {
     _words: Vec<u8>,
@@ -171,6 +94,7 @@ enum Op {
     Copy { from: u64, to: u64, bytes: u64 },
     Rows(Rows),
     Zero { at: u64, bytes: u64 },
+    Errand(Arc<Errand>),
     Record { event: usize, number: u64 },
     Wait { event: usize, number: u64 },
     Meet { group: usize, position: usize, number: u64, what: Meeting },
@@ -181,12 +105,15 @@ impl World {
         let devices = (0..ranks).map(|_| Device::default()).collect();
         let world = World {
             kernels: library,
+            library: None,
             target,
             devices,
             groups: Vec::new(),
             random: seed,
             launched: 0,
+            done: 0,
             calls: Vec::new(),
+            absent: None,
             fails: None,
             after_failure: Vec::new(),
         };
@@ -225,7 +152,7 @@ impl World {
     }
 
     /// Does everything that is queued anywhere.
-    fn drain(&mut self) {
+    fn drain(&mut self) -> Result<(), DriverError> {
         loop {
             let mut ready = Vec::new();
             let mut left = Vec::new();
@@ -238,8 +165,8 @@ impl World {
                 }
             }
             if ready.is_empty() {
-                assert!(left.is_empty(), "no stream gets further: {left:?}");
-                return;
+                assert!(left.is_empty() || self.absent.is_some(), "no stream gets further: {left:?}");
+                return if left.is_empty() { Ok(()) } else { Err(DriverError { call: "cuStreamQuery", why: "the step did not end".into() }) };
             }
             let (rank, stream) = ready[self.below(ready.len())];
             let op = self.devices[rank].streams[stream].as_mut().and_then(VecDeque::pop_front).expect("a head");
@@ -250,6 +177,7 @@ impl World {
     fn is_ready(&mut self, rank: usize, op: &Op) -> bool {
         match op {
             Op::Wait { event, number } => self.devices[rank].events[*event].is_none_or(|(_, done)| done >= *number),
+            Op::Meet { .. } if self.absent == Some(rank as u64) => false,
             Op::Meet { group, position, number, what } => {
                 let group = &mut self.groups[*group];
                 if group.done == *number {
@@ -262,14 +190,18 @@ impl World {
                 }
                 group.done > *number
             }
-            Op::Launch(..) | Op::Copy { .. } | Op::Rows(_) | Op::Zero { .. } | Op::Record { .. } => true,
+            Op::Launch(..) | Op::Copy { .. } | Op::Rows(_) | Op::Zero { .. } | Op::Errand(_) | Op::Record { .. } => true,
         }
     }
 
     fn execute(&mut self, rank: usize, op: Op) {
+        self.done += 1;
         match op {
             Op::Launch(launch, values) => {
                 self.launched += 1;
+                if let (Some(product), Some(library)) = (&launch.instead, &mut self.library) {
+                    return library.multiply(product, &values);
+                }
                 let operand = |v: &Value| match *v {
                     Value::Int(i) => Operand::Int(i),
                     Value::Memory { at, bytes, access } => Operand::Memory { base: at.0 as *mut u8, bytes, writable: access == Access::Write },
@@ -297,7 +229,9 @@ impl World {
             }
             // SAFETY: as above.
             Op::Zero { at, bytes } => unsafe { std::ptr::write_bytes(at as *mut u8, 0, bytes as usize) },
+            Op::Errand(errand) => errand.run(),
             Op::Record { event, number } => {
+                self.devices[rank].times.insert(event, self.done);
                 if let Some(event) = &mut self.devices[rank].events[event] {
                     event.1 = event.1.max(number);
                 }
@@ -327,7 +261,7 @@ impl Recorder {
     }
 
     /// Logs a call, and fails it if it is the one to fail.
-    fn call(&self, call: Call, name: &'static str) -> Result<(), DriverError> {
+    fn log(&self, call: Call, name: &'static str) -> Result<(), DriverError> {
         let world = &mut *self.world.borrow_mut();
         let device = &mut world.devices[self.rank as usize];
         if device.failed {
@@ -372,7 +306,7 @@ impl Recorder {
                 *number = *issued;
                 *issued += 1;
             }
-            Op::Launch(..) | Op::Copy { .. } | Op::Rows(_) | Op::Zero { .. } => {}
+            Op::Launch(..) | Op::Copy { .. } | Op::Rows(_) | Op::Zero { .. } | Op::Errand(_) => {}
         }
         device.streams[stream].as_mut().expect("a live stream").push_back(op);
     }
@@ -399,7 +333,7 @@ impl Driver for Recorder {
     }
 
     fn allocate(&mut self, bytes: u64) -> Result<Address, DriverError> {
-        self.call(Call::Take("memory"), "cuMemAlloc")?;
+        self.log(Call::Take("memory"), "cuMemAlloc")?;
         let words = vec![0xff; bytes as usize + 256];
         let at = words.as_ptr() as u64 + words.as_ptr().align_offset(256) as u64;
         self.device(|d| d.memory.insert(at, Block { _words: words, bytes }));
@@ -409,7 +343,7 @@ impl Driver for Recorder {
         self.give_back("memory", |d| assert!(d.memory.remove(&at.0).is_some(), "freed twice"))
     }
     fn pin(&mut self, bytes: u64) -> Result<Pinned, DriverError> {
-        self.call(Call::Take("pinned memory"), "cuMemHostAlloc")?;
+        self.log(Call::Take("pinned memory"), "cuMemHostAlloc")?;
         let memory = vec![0xff; bytes as usize];
         let at = memory.as_ptr() as u64;
         self.pinned.insert(at, memory);
@@ -425,7 +359,7 @@ impl Driver for Recorder {
     }
 
     fn create_stream(&mut self) -> Result<Queue, DriverError> {
-        self.call(Call::Take("stream"), "cuStreamCreate")?;
+        self.log(Call::Take("stream"), "cuStreamCreate")?;
         Ok(Queue(self.device(|d| {
             d.streams.push(Some(VecDeque::new()));
             d.streams.len() as u64 - 1
@@ -435,30 +369,40 @@ impl Driver for Recorder {
         self.give_back("stream", |d| assert!(d.streams[stream.0 as usize].take().is_some(), "destroyed twice"))
     }
     fn create_event(&mut self) -> Result<Event, DriverError> {
-        self.call(Call::Take("event"), "cuEventCreate")?;
+        self.log(Call::Take("event"), "cuEventCreate")?;
         Ok(Event(self.device(|d| {
             d.events.push(Some((0, 0)));
             d.events.len() as u64 - 1
         })))
+    }
+    fn create_clock(&mut self) -> Result<Event, DriverError> {
+        self.create_event()
+    }
+    fn elapsed(&mut self, from: Event, to: Event) -> Result<u64, DriverError> {
+        let times = self.device(|d| [from, to].map(|event| d.times[&(event.0 as usize)]));
+        Ok(times[1].saturating_sub(times[0]))
     }
     fn destroy_event(&mut self, event: Event) -> Result<(), DriverError> {
         self.give_back("event", |d| assert!(d.events[event.0 as usize].take().is_some(), "destroyed twice"))
     }
     fn record(&mut self, event: Event, stream: Queue) -> Result<(), DriverError> {
         let (e, s) = (event.0 as usize, stream.0 as usize);
-        self.call(Call::Record { event: e, stream: s }, "cuEventRecord")?;
+        self.log(Call::Record { event: e, stream: s }, "cuEventRecord")?;
         self.queue(stream, Op::Record { event: e, number: 0 });
         Ok(())
     }
     fn wait(&mut self, stream: Queue, event: Event) -> Result<(), DriverError> {
         let (e, s) = (event.0 as usize, stream.0 as usize);
-        self.call(Call::Wait { event: e, stream: s }, "cuStreamWaitEvent")?;
+        self.log(Call::Wait { event: e, stream: s }, "cuStreamWaitEvent")?;
         self.queue(stream, Op::Wait { event: e, number: 0 });
         Ok(())
     }
 
     fn load(&mut self, launch: &Launch) -> Result<Kernel, DriverError> {
-        self.call(Call::Take("kernel"), "cuModuleLoadData")?;
+        self.log(Call::Take("kernel"), "cuModuleLoadData")?;
+        if let (Some(product), Some(library)) = (&launch.instead, &mut self.world.borrow_mut().library) {
+            library.describe(product);
+        }
         Ok(Kernel(self.device(|d| {
             d.kernels.push(Some(launch.clone()));
             d.kernels.len() as u64 - 1
@@ -468,8 +412,8 @@ impl Driver for Recorder {
         self.give_back("kernel", |d| assert!(d.kernels[kernel.0 as usize].take().is_some(), "unloaded twice"))
     }
     fn launch(&mut self, kernel: Kernel, launch: &Launch, args: &[Value], stream: Queue) -> Result<(), DriverError> {
-        self.call(Call::Launch { entry: launch.entry, stream: stream.0 as usize }, "cuLaunchKernel")?;
-        let as_loaded = |k: &Launch| (&k.text, k.entry, k.shared) == (&launch.text, launch.entry, launch.shared);
+        self.log(Call::Launch { entry: launch.entry, stream: stream.0 as usize }, "cuLaunchKernel")?;
+        let as_loaded = |k: &Launch| (&k.text, k.entry, k.shared, k.instead) == (&launch.text, launch.entry, launch.shared, launch.instead);
         let same = self.device(|d| d.kernels[kernel.0 as usize].as_ref().is_some_and(as_loaded));
         assert!(same, "{} is launched as another kernel", launch.entry);
         self.queue(stream, Op::Launch(Box::new(launch.clone()), args.to_vec()));
@@ -477,34 +421,40 @@ impl Driver for Recorder {
     }
 
     fn copy_in(&mut self, to: Address, from: Pinned, offset: u64, bytes: u64, stream: Queue) -> Result<(), DriverError> {
-        self.call(Call::CopyIn { to: to.0, bytes, stream: stream.0 as usize }, "cuMemcpyHtoDAsync")?;
+        self.log(Call::CopyIn { to: to.0, bytes, stream: stream.0 as usize }, "cuMemcpyHtoDAsync")?;
         self.inside(to, bytes);
         self.queue(stream, Op::Copy { from: self.pinned_place(from, offset, bytes), to: to.0, bytes });
         Ok(())
     }
     fn copy_out(&mut self, to: Pinned, offset: u64, from: Address, bytes: u64, stream: Queue) -> Result<(), DriverError> {
-        self.call(Call::CopyOut { from: from.0, bytes, stream: stream.0 as usize }, "cuMemcpyDtoHAsync")?;
+        self.log(Call::CopyOut { from: from.0, bytes, stream: stream.0 as usize }, "cuMemcpyDtoHAsync")?;
         self.inside(from, bytes);
         self.queue(stream, Op::Copy { from: from.0, to: self.pinned_place(to, offset, bytes), bytes });
         Ok(())
     }
     fn copy_rows(&mut self, rows: Rows, stream: Queue) -> Result<(), DriverError> {
-        self.call(Call::Rows { to: rows.to.0, bytes: rows.width * rows.rows, stream: stream.0 as usize }, "cuMemcpy2DAsync")?;
+        self.log(Call::Rows { to: rows.to.0, bytes: rows.width * rows.rows, stream: stream.0 as usize }, "cuMemcpy2DAsync")?;
         let last = rows.rows.saturating_sub(1);
         self.inside(rows.from, last * rows.from_pitch + rows.width);
         self.inside(rows.to, last * rows.to_pitch + rows.width);
         self.queue(stream, Op::Rows(rows));
         Ok(())
     }
+    fn call(&mut self, errand: &Arc<Errand>, stream: Queue) -> Result<(), DriverError> {
+        let Errand { way, address, bytes, .. } = **errand;
+        self.log(Call::Errand { way, address, bytes, stream: stream.0 as usize }, "cuLaunchHostFunc")?;
+        self.queue(stream, Op::Errand(Arc::clone(errand)));
+        Ok(())
+    }
     fn zero(&mut self, at: Address, bytes: u64, stream: Queue) -> Result<(), DriverError> {
-        self.call(Call::Zero { at: at.0, bytes, stream: stream.0 as usize }, "cuMemsetD8Async")?;
+        self.log(Call::Zero { at: at.0, bytes, stream: stream.0 as usize }, "cuMemsetD8Async")?;
         self.inside(at, bytes);
         self.queue(stream, Op::Zero { at: at.0, bytes });
         Ok(())
     }
 
     fn split(&mut self, family: u64, members: Option<&[u64]>) -> Result<Option<Communicator>, DriverError> {
-        self.call(Call::Take("communicator"), "ncclCommSplit")?;
+        self.log(Call::Take("communicator"), "ncclCommSplit")?;
         let Some(members) = members else { return Ok(None) };
         let world = &mut *self.world.borrow_mut();
         let found = world.groups.iter().position(|g| g.family == family && g.members == members);
@@ -533,7 +483,7 @@ impl Driver for Recorder {
         let members = self.members(communicator);
         let (sent, received) = sizes(&what, members.len() as u64);
         let call = Call::Exchange { members, primitive: what.primitive, elems: what.elems, stream: stream.0 as usize };
-        self.call(call, "ncclAllReduce")?;
+        self.log(call, "ncclAllReduce")?;
         self.inside(what.from, sent);
         self.inside(what.to, received);
         self.meet(communicator, stream, Meeting::Exchange(what));
@@ -541,21 +491,21 @@ impl Driver for Recorder {
     }
     fn send(&mut self, communicator: Communicator, peer: u64, from: Address, bytes: u64, stream: Queue) -> Result<(), DriverError> {
         let to = self.members(communicator)[peer as usize];
-        self.call(Call::Send { to, bytes, stream: stream.0 as usize }, "ncclSend")?;
+        self.log(Call::Send { to, bytes, stream: stream.0 as usize }, "ncclSend")?;
         self.inside(from, bytes);
         self.meet(communicator, stream, Meeting::Send { peer, from: from.0, bytes });
         Ok(())
     }
     fn receive(&mut self, communicator: Communicator, peer: u64, to: Address, bytes: u64, stream: Queue) -> Result<(), DriverError> {
         let from = self.members(communicator)[peer as usize];
-        self.call(Call::Receive { from, bytes, stream: stream.0 as usize }, "ncclRecv")?;
+        self.log(Call::Receive { from, bytes, stream: stream.0 as usize }, "ncclRecv")?;
         self.inside(to, bytes);
         self.meet(communicator, stream, Meeting::Receive { peer, to: to.0, bytes });
         Ok(())
     }
 
     fn begin_capture(&mut self, stream: Queue) -> Result<(), DriverError> {
-        self.call(Call::BeginCapture, "cuStreamBeginCapture")?;
+        self.log(Call::BeginCapture, "cuStreamBeginCapture")?;
         let before = self.device(|d| d.capture.replace(Capture { origin: stream.0 as usize, work: Vec::new() }));
         assert!(before.is_none(), "a capture in a capture");
         Ok(())
@@ -567,7 +517,7 @@ impl Driver for Recorder {
             // Ending it gives it back.
             return Err(DriverError { call: "cuStreamEndCapture", why: "a captured call failed".into() });
         }
-        self.call(Call::EndCapture, "cuStreamEndCapture")?;
+        self.log(Call::EndCapture, "cuStreamEndCapture")?;
         assert_eq!(capture.origin, stream.0 as usize, "a capture ends where it began");
         let work = capture.end();
         Ok(Captured(self.device(|d| {
@@ -576,7 +526,7 @@ impl Driver for Recorder {
         })))
     }
     fn replay(&mut self, graph: Captured, stream: Queue) -> Result<(), DriverError> {
-        self.call(Call::Replay { stream: stream.0 as usize }, "cuGraphLaunch")?;
+        self.log(Call::Replay { stream: stream.0 as usize }, "cuGraphLaunch")?;
         let work = self.device(|d| d.graphs[graph.0 as usize].clone().expect("a live graph"));
         work.into_iter().for_each(|(stream, op)| self.queue(Queue(stream as u64), op));
         Ok(())
@@ -586,8 +536,9 @@ impl Driver for Recorder {
     }
 
     fn synchronise(&mut self) -> Result<(), DriverError> {
-        self.call(Call::Synchronise, "cuStreamQuery")?;
-        self.world.borrow_mut().drain();
-        Ok(())
+        self.log(Call::Synchronise, "cuStreamQuery")?;
+        let done = self.world.borrow_mut().drain();
+        self.device(|d| d.failed |= done.is_err());
+        done
     }
 }

@@ -1,5 +1,6 @@
 //! What kernels are for.
 
+use super::library::Library;
 use super::product::{TILES, Tiles};
 
 /// A GPU architecture that kernels are compiled for.
@@ -59,17 +60,18 @@ pub struct Limits {
     pub blocks: u64,
 }
 
-/// An architecture, and the ways in which products may be cut there.
+/// An architecture, the ways in which products may be cut there, and what may compute them instead.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Target {
     pub arch: Arch,
     /// One of those that the operands allow is taken, by its score.
     pub tiles: &'static [Tiles],
+    pub library: Library,
 }
 
 impl Target {
-    /// All ways that the architecture has.
+    /// All ways that the architecture has, and no library.
     pub const fn of(arch: Arch) -> Target {
-        Target { arch, tiles: &TILES }
+        Target { arch, tiles: &TILES, library: Library::Absent }
     }
 }

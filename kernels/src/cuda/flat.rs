@@ -236,7 +236,7 @@ fn one(family: Family, entry: &'static str, text: String, size: Size, args: Vec<
         return Vec::new();
     }
     let (grid, threads, shared) = (size.blocks as u32, size.threads as u32, size.shared as u32);
-    vec![Launch { family, entry, text, grid, threads, shared, args }]
+    vec![Launch { family, entry, text, grid, threads, shared, args, instead: None }]
 }
 
 fn routine(launches: Vec<Launch>, aux: u64, flops: u64, bytes: u64) -> Routine {

@@ -16,6 +16,7 @@ pub mod attention;
 pub mod dropout;
 pub mod embed;
 pub mod flat;
+pub mod library;
 pub mod loss;
 pub mod moe;
 pub mod norm;
@@ -101,6 +102,8 @@ pub struct Launch {
     /// Dynamic shared memory, bytes.
     pub shared: u32,
     pub args: Vec<Arg>,
+    /// The same for a library, if it is better at it: its operands are the first two arguments, its result is the third.
+    pub instead: Option<library::Matmul>,
 }
 
 /// The launches of one op or instruction, in order.
@@ -113,7 +116,7 @@ pub struct Routine {
 }
 
 /// What is known of the operands' addresses.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Alignment {
     /// All begin at multiples of 16 bytes.
     Packs,

@@ -7,6 +7,7 @@ use dplan_ir::dtype::DType;
 use dplan_ir::op::Spec;
 
 use super::arch::Arch;
+use super::library::Matmul;
 use super::source::{Builder, Config, Size, int};
 use super::{Alignment, Arg, Family, PrepareError, TensorMap, moe};
 use crate::cpu;
@@ -100,6 +101,10 @@ fn launch(b: &mut Builder<'_>, shape: Shape, grouped: Grouped) {
     match b.elem {
         DType::Bf16 | DType::F16 => matrix_units(b, shape, grouped),
         DType::F32 | DType::F64 | DType::I32 => plain(b, shape, grouped),
+    }
+    if let (Grouped::No, Some(launch)) = (grouped, b.launches.last_mut()) {
+        let (d, of) = (b.d, [b.elem, b.d.outs[0].dtype]);
+        launch.instead = Matmul::new(&shape, of, d.write, d.alignment).filter(|m| d.target.library.takes(d.target.arch, m));
     }
 }
 

@@ -114,7 +114,7 @@ impl<'a> Builder<'a> {
     pub fn launch(&mut self, family: Family, entry: &'static str, text: String, size: Size, args: Vec<Arg>) {
         if size.blocks > 0 {
             let (grid, threads, shared) = (size.blocks as u32, size.threads as u32, size.shared as u32);
-            self.launches.push(Launch { family, entry, text, grid, threads, shared, args });
+            self.launches.push(Launch { family, entry, text, grid, threads, shared, args, instead: None });
         }
     }
 }

@@ -36,6 +36,9 @@ pub fn compiler() -> Option<PathBuf> {
     candidates.into_iter().find(|c| Command::new(c).arg("--version").output().is_ok_and(|o| o.status.success()))
 }
 
+/// How texts are compiled. Without SRA: g++ 12 has an internal error in that pass on the norm kernels.
+pub const FLAGS: [&str; 7] = ["-std=c++17", "-O1", "-fPIC", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-fno-tree-sra"];
+
 /// Compiled kernels, by text and entry.
 pub struct Library {
     dynamic: Dynamic,
@@ -91,9 +94,7 @@ impl Library {
         }
         let (input, output) = (dir.join(format!("{name}.cpp")), dir.join(format!("{name}.so")));
         std::fs::write(&input, text).map_err(|source| ShimError::Write { path: input.clone(), source })?;
-        // Without SRA: g++ 12 has an internal error in that pass on the norm kernels.
-        let flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-fno-tree-sra"];
-        let run = Command::new(compiler).args(flags).arg(&input).arg("-o").arg(&output).output();
+        let run = Command::new(compiler).args(FLAGS).arg("-shared").arg(&input).arg("-o").arg(&output).output();
         let run = run.map_err(|source| ShimError::Write { path: output.clone(), source })?;
         if !run.status.success() {
             return Err(ShimError::Compile { path: input, log: String::from_utf8_lossy(&run.stderr).into_owned() });

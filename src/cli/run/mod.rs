@@ -6,6 +6,7 @@
 mod cuda;
 mod faults;
 mod settings;
+mod summary;
 mod train;
 
 use super::output::seconds;
@@ -41,6 +42,9 @@ pub struct Args {
     /// `cpu`: every rank is a thread. `cuda`: this process is one rank on one GPU, one of as many as torchrun, srun or mpirun start.
     #[arg(long, default_value = "cpu")]
     device: cuda::Device,
+    /// With `--device cuda`, all ranks of the plan on one GPU, in this process, to try a plan of several ranks on a single card.
+    #[arg(long)]
+    together: bool,
     /// With `--device cuda`, how the GPU is given a step, from the second on: as one captured graph, or call by call.
     #[arg(long, default_value = "graph", value_name = "HOW")]
     launch: cuda::LaunchBy,

@@ -14,15 +14,16 @@ use serde_json::json;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::settings::hyper;
+use super::summary::Summary;
 use super::{Args, OnFailure, faults, line, not_finite, read_weights, save, save_weights};
 use crate::checkpoint::read::Expected;
 use crate::checkpoint::store::About;
 use crate::checkpoint::writer::Saved;
 use crate::checkpoint::{self, CheckpointError, Found, Position, Store, Writer};
-use crate::cli::output::{self, gib, seconds};
+use crate::cli::output;
 use crate::cli::report::degrees;
 use crate::cli::{Failure, Outcome, Result, progress};
-use crate::export::profile::{Recorded, chrome};
+use crate::export::profile::{Recorded, trace};
 use crate::feed::{Batches, Feed};
 use crate::import::weights::Weights;
 use crate::planfile::PlanFile;
@@ -194,7 +195,7 @@ impl Run {
             self.args.rehearse.retain(|p| !due(p));
             let started = at.session.clock();
             let result = self.update(at, &batch)?;
-            at.recorded.take(&mut at.session, started);
+            at.recorded.take(at.session.take_spans(), (started, at.session.clock()));
             self.losses = Some((self.losses.map_or(result.loss, |l| l.0), result.loss));
             let scale = at.position.loss_scale;
             let scaled = self.file.plan.compute.scales_loss();
@@ -364,41 +365,16 @@ impl Run {
 
     fn finish(self, mut attempt: Attempt) -> Result<Outcome> {
         if let Some(path) = &self.args.profile {
-            output::write(path, chrome(&attempt.session, self.file.plan.pipeline(), &attempt.recorded).as_bytes())?;
+            output::write(path, trace(&attempt.session, self.file.plan.pipeline(), &attempt.recorded).as_bytes())?;
         }
         if let Some(path) = &self.args.save {
             let params = one_by_one(&mut attempt.session, Role::Param);
             save_weights(&self.args, path, &self.file, self.weights.as_ref(), params)?;
         }
         let took = self.begin.elapsed().as_secs_f64();
-        let memory = attempt.session.memory();
-        let rate = self.tokens() * self.steps_run as f64 / took;
-        if self.args.json {
-            let ranks: Vec<_> = memory
-                .iter()
-                .map(|m| json!({ "stage": m.stage, "arena_bytes": m.arena_bytes, "host_bytes": m.host_bytes, "file_bytes": m.file_bytes }))
-                .collect();
-            let summary = json!({
-                "steps": self.steps_run, "seconds": took, "tokens_per_second": rate, "first_loss": self.losses.map(|l| l.0),
-                "last_loss": self.losses.map(|l| l.1), "ranks": memory.len(), "memory": ranks,
-            });
-            output::say!("{}", json!({ "summary": summary }));
-        } else if let Some((first, last)) = self.losses {
-            let largest = memory.iter().map(|m| m.arena_bytes).max().unwrap_or(0);
-            let elsewhere: Vec<String> =
-                [("the memory of the host", memory.iter().map(|m| m.host_bytes).max()), ("a file", memory.iter().map(|m| m.file_bytes).max())]
-                    .into_iter()
-                    .filter_map(|(place, bytes)| bytes.filter(|&b| b > 0).map(|bytes| format!(", {} in {place}", gib(bytes))))
-                    .collect();
-            output::say!(
-                "{} steps on {} ranks in {}: loss {first:.4} -> {last:.4}, {rate:.0} tokens/s, arena {} a rank at most{}",
-                self.steps_run,
-                memory.len(),
-                seconds(took),
-                gib(largest),
-                elsewhere.concat()
-            );
-        }
+        let tokens_per_second = self.tokens() * self.steps_run as f64 / took;
+        let (steps, losses, memory) = (self.steps_run, self.losses, attempt.session.memory());
+        Summary { steps, seconds: took, tokens_per_second, losses, memory, name: "ranks" }.print(self.args.json);
         Ok(Outcome::Done)
     }
 }

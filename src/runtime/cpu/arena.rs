@@ -12,7 +12,7 @@ use dplan_ir::mesh::Mesh;
 use dplan_ir::program::{ALIGN, Buffer};
 use dplan_kernels::cpu::block::{Block, BlockMut};
 
-use super::scratch::Scratch;
+use crate::runtime::scratch::Scratch;
 
 /// Zeroed bytes at an aligned address.
 #[derive(Debug)]

@@ -23,8 +23,8 @@ use half::{bf16, f16};
 use super::arena::{Arena, Slot};
 use super::load::{Action, Code, Item, Loaded};
 use super::meeting::{Part, Phase, Progress};
-use super::scratch::{Porter, Transfer};
 use crate::runtime::batch::{Batch, Rows};
+use crate::runtime::scratch::{Porter, Transfer};
 use crate::runtime::{Order, Recording, Rehearsal, Span, block};
 
 const STREAMS: usize = Stream::ALL.len();

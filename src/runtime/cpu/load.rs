@@ -17,9 +17,9 @@ use dplan_kernels::cpu::Kernel;
 use super::arena::Slot;
 use super::collective::Work;
 use super::meeting::Communicator;
-use super::scratch::Way;
 use crate::runtime::RuntimeError;
 use crate::runtime::block::Block;
+use crate::runtime::scratch::Way;
 use crate::runtime::view::View;
 
 /// An instruction made ready for one rank.

@@ -4,7 +4,7 @@
 //! - [`load`]: from instructions to actions, when a session begins;
 //! - [`meeting`], [`collective`]: how ranks meet and what they do with each other's memory, in a fixed order of additions;
 //! - [`executor`]: one rank's streams on one thread;
-//! - [`scratch`]: what a rank keeps in a file;
+//! - [`super::scratch`]: what a rank keeps in a file;
 //! - [`state`]: logical tensors in and out.
 //!
 //! A step allocates nothing but the packing buffers of matrix products.
@@ -14,7 +14,6 @@ pub mod collective;
 pub mod executor;
 pub mod load;
 pub mod meeting;
-pub mod scratch;
 pub mod session;
 pub mod state;
 

@@ -13,16 +13,15 @@ use dplan_ir::graph::Graph;
 use dplan_ir::init;
 use dplan_ir::optimizer::StepScalars;
 use dplan_ir::program::{Program, Role, Scalar, Space, StageProgram, Stream};
-use dplan_ir::text::{self, Place};
 use dplan_kernels::cpu::Threads;
 
 use super::arena::{Arena, Slot};
 use super::executor::{Executor, Poisoned, Seen, World, scalar};
 use super::load::{Action, Code, Item, Loaded, load};
-use super::scratch::{Porter, Scratch};
 use super::state::{self, Holding, Which};
 use crate::runtime::batch::input_elems;
-use crate::runtime::{Batch, Options, RankMemory, Rehearsal, RuntimeError, Span, Stall, StepResult};
+use crate::runtime::scratch::{Porter, Scratch, by_the_page_cache};
+use crate::runtime::{Batch, Options, RankMemory, Rehearsal, RuntimeError, Span, Stall, StepResult, shown};
 
 /// A rank that waits looks at its queues more often than this, also on a machine that is busy.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -138,9 +137,7 @@ impl Session {
     }
     /// What a user should know of how it runs.
     pub fn remarks(&self) -> Vec<String> {
-        let cached = self.shared.world.arenas.iter().find_map(|arena| arena.file()?.cached());
-        let remark = |why: &str| format!("scratch files go through the page cache, which takes memory: no direct I/O there ({why})");
-        cached.map(remark).into_iter().collect()
+        self.shared.world.arenas.iter().find_map(|arena| arena.file()?.cached()).map(by_the_page_cache).into_iter().collect()
     }
     /// Nanoseconds since the session began: the clock of [`Span`]s.
     pub fn clock(&self) -> u64 {
@@ -389,11 +386,7 @@ impl Session {
     fn describe(&self, rank: usize, item: Item) -> String {
         let code = &self.shared.world.loaded.codes[rank];
         let (segment, at) = code.origins[item.action as usize];
-        let printed = text::program_printed(&self.program, &self.graph);
-        let line = printed.lines.iter().find(|(place, _)| *place == Place::Instr(code.stage, segment, at as u32)).map(|&(_, line)| line);
-        let shown = line.and_then(|line| printed.text.lines().nth(line as usize)).unwrap_or_default().trim();
-        let kind = self.program.stages[code.stage as usize].segments[segment].kind.name();
-        format!("`{shown}` ({kind}, instruction {at}, micro-batch {})", item.micro_batch)
+        shown(&self.graph, &self.program, code.stage as usize, (segment, at), u64::from(item.micro_batch))
     }
 
     fn idle(&self) -> Result<(), RuntimeError> {

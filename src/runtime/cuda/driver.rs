@@ -5,9 +5,12 @@
 //! calls in the same order. Between `begin_capture` and `end_capture` nothing is done: what is queued to the stream, and to those that wait for it, becomes a graph, that can be
 //! queued as often as one likes; by its end the stream has waited for all of them. After a call has failed, only calls that give something back are made.
 
+use std::sync::Arc;
+
 use dplan_ir::dtype::DType;
 use dplan_kernels::cuda::{Launch, Target, TensorMap};
 
+use super::disk::Errand;
 use super::load::Primitive;
 
 /// A call that failed.
@@ -105,6 +108,7 @@ pub trait Driver {
     /// Here and below: if the call fails.
     fn allocate(&mut self, bytes: u64) -> Result<Address, DriverError>;
     fn free(&mut self, at: Address) -> Result<(), DriverError>;
+    /// Memory of the host; what is in it is not said.
     fn pin(&mut self, bytes: u64) -> Result<Pinned, DriverError>;
     fn unpin(&mut self, memory: Pinned) -> Result<(), DriverError>;
     /// The bytes of pinned memory. Nothing that is queued may touch them meanwhile.
@@ -113,6 +117,10 @@ pub trait Driver {
     fn create_stream(&mut self) -> Result<Queue, DriverError>;
     fn destroy_stream(&mut self, stream: Queue) -> Result<(), DriverError>;
     fn create_event(&mut self) -> Result<Event, DriverError>;
+    /// An event that takes the time when it is recorded.
+    fn create_clock(&mut self) -> Result<Event, DriverError>;
+    /// Nanoseconds from the record of one clock to that of another, both of which have completed; none if the other was first.
+    fn elapsed(&mut self, from: Event, to: Event) -> Result<u64, DriverError>;
     fn destroy_event(&mut self, event: Event) -> Result<(), DriverError>;
     fn record(&mut self, event: Event, stream: Queue) -> Result<(), DriverError>;
     fn wait(&mut self, stream: Queue, event: Event) -> Result<(), DriverError>;
@@ -128,6 +136,8 @@ pub trait Driver {
     /// From the device to pinned memory.
     fn copy_out(&mut self, to: Pinned, offset: u64, from: Address, bytes: u64, stream: Queue) -> Result<(), DriverError>;
     fn copy_rows(&mut self, rows: Rows, stream: Queue) -> Result<(), DriverError>;
+    /// Queues what the host does. The caller keeps it until it was done.
+    fn call(&mut self, errand: &Arc<Errand>, stream: Queue) -> Result<(), DriverError>;
     fn zero(&mut self, at: Address, bytes: u64, stream: Queue) -> Result<(), DriverError>;
 
     /// Parts all ranks into groups; every rank makes this call, those in no group with no members. `family` numbers these calls. Members are ranks, in group order.

@@ -9,7 +9,7 @@ use std::ops::Range;
 use dplan_ir::entity::{BufferId, EventId, ParamId, SegmentId, Table};
 use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::{DecayGroups, decays};
-use dplan_ir::program::{Instr, Pattern, Program, Stream};
+use dplan_ir::program::{Instr, Pattern, Program, Space, Stream};
 use dplan_ir::sharding::Monoid;
 use dplan_kernels::cuda::flat::{self, Way};
 use dplan_kernels::cuda::{Alignment, Descriptor, Routine, Target, prepare};
@@ -17,6 +17,7 @@ use dplan_kernels::cuda::{Alignment, Descriptor, Routine, Target, prepare};
 use super::groups::{Family, families};
 use crate::runtime::RuntimeError;
 use crate::runtime::block::Block;
+use crate::runtime::scratch;
 use crate::runtime::view::{Place, View};
 
 /// An instruction made ready for one rank.
@@ -43,6 +44,12 @@ pub enum Action {
         start: u64,
         len: u64,
     },
+    /// Between the device and another of the rank's memories; in is towards the device.
+    Copy {
+        way: scratch::Way,
+        device: Place,
+        away: Away,
+    },
     Collective(Collective),
     Send(Transfer),
     Recv(Transfer),
@@ -53,6 +60,13 @@ pub enum Action {
     Wait(EventId),
     /// Another rank's business.
     Nothing,
+}
+
+/// A place that is not on the device.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub enum Away {
+    Host(Place),
+    File(Place),
 }
 
 /// One side of a message between stages.
@@ -154,6 +168,7 @@ impl Action {
             Action::Collective(c) => [c.before.as_ref(), c.after.as_ref()],
             Action::Input { .. }
             | Action::Slice { .. }
+            | Action::Copy { .. }
             | Action::Send(_)
             | Action::Recv(_)
             | Action::Zero { .. }
@@ -217,7 +232,23 @@ fn action(of: &Of<'_>, instr: &Instr) -> Result<Action, String> {
         }
         Instr::Send { src, .. } => Action::Send(Transfer { family: of.family(instr)?, peer: 1, place: place(src)? }),
         Instr::Recv { dst, .. } => Action::Recv(Transfer { family: of.family(instr)?, peer: 0, place: place(dst)? }),
-        Instr::Copy { .. } => return Err("ranks on GPUs keep nothing on the host yet: compile with --pin offload=none".into()),
+        Instr::Copy { src, dst } => {
+            let (src, dst) = (view.anywhere(*src)?, view.anywhere(*dst)?);
+            if src.1.bytes != dst.1.bytes {
+                return Err(format!("{} bytes copied to {}", src.1.bytes, dst.1.bytes));
+            }
+            let (way, device, away) = match (src, dst) {
+                ((Space::Device, device), (Space::Host, place)) => (scratch::Way::Out, device, Away::Host(place)),
+                ((Space::Device, device), (Space::File, place)) => (scratch::Way::Out, device, Away::File(place)),
+                ((Space::Host, place), (Space::Device, device)) => (scratch::Way::In, device, Away::Host(place)),
+                ((Space::File, place), (Space::Device, device)) => (scratch::Way::In, device, Away::File(place)),
+                ((from @ Space::Device, _), (to @ Space::Device, _))
+                | ((from @ (Space::Host | Space::File), _), (to @ (Space::Host | Space::File), _)) => {
+                    return Err(format!("a copy from {} to {}", from.name(), to.name()));
+                }
+            };
+            Action::Copy { way, device, away }
+        }
         Instr::Zero { dst } => Action::Zero { dst: place(dst)? },
         Instr::AddInto { src, dst } => {
             let (src, dst) = (place(src)?, place(dst)?);

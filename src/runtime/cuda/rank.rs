@@ -1,31 +1,33 @@
 //! One rank on one device: what it holds from step to step, and the calls of a step.
 //!
-//! A step is queued whole: first the step's scalars are copied in and every stream is made to wait for that; then the schedule's instructions, in issue order, each on its
-//! own stream; last the compute stream waits for all others and copies the results out. So a step needs one `synchronise`, and the calls between are the same every step:
-//! they are made twice, once to be done, once to be captured; later steps replay the graph ([`Launch`]).
+//! A step is queued whole ([`super::step`]), so it needs one `synchronise`, and its calls are the same every step: they are made twice, once to be done, once to be captured;
+//! later steps replay the graph ([`Launch`]). A step that touches a file is never captured ([`super::disk`]).
 //!
-//! **Memory.** The arena is the program's. Besides it: the scalars, and for each stream as much working memory as its kernels need at once. Inputs lie in pinned memory,
-//! a place for each time the step loads one, so that nothing that is queued is overwritten.
+//! **Memory.** The arena is the program's, and so are the memory of the host, one pinned allocation, and the file. Besides these: the scalars, and for each stream as much working
+//! memory as its kernels need at once. Inputs lie in pinned memory, a place for each time the step loads one, so that nothing that is queued is overwritten.
 
 use std::collections::HashMap;
+use std::time::Instant;
 
-use dplan_ir::dtype::DType;
+use dplan_ir::entity::SegmentId;
 use dplan_ir::graph::Graph;
-use dplan_ir::optimizer::{DecayGroups, StepScalars};
-use dplan_ir::program::{Program, Scalar, Stream};
-use dplan_kernels::cuda::{self, Arg, Routine, SCALAR_BYTES};
+use dplan_ir::optimizer::StepScalars;
+use dplan_ir::program::{Program, Space, Stream};
+use dplan_kernels::cuda::SCALAR_BYTES;
+use dplan_kernels::cuda::library::Matmul;
 
-use super::driver::{Access, Address, Captured, Communicator, Driver, DriverError, Event, Exchange, Kernel, Pinned, Queue, Rows, Value};
-use super::load::{Action, Code, Collective, Transfer, load};
-use crate::runtime::block::Block;
-use crate::runtime::view::Place;
-use crate::runtime::{self, Batch, RuntimeError};
-use crate::safetensors::{decode, encode};
+use super::disk::{Disk, Parts, piece_bytes};
+use super::driver::{Access, Address, Captured, Communicator, Driver, DriverError, Event, Kernel, Pinned, Queue};
+use super::flight::{Flight, Mark, marks};
+use super::load::{Action, Away, Code, load};
+use super::step::{Beside, INPUTS, RESULTS, input_bytes, provide, queue, result};
+use super::timing::Timing;
+use crate::runtime::scratch::Scratch;
+use crate::runtime::{Batch, Options, Recording, RuntimeError, Span, Stall, shown};
+use crate::safetensors::decode;
 
-const STREAMS: usize = Stream::ALL.len();
-/// Where in pinned memory results are: loss, then the square of the gradients' norm.
-const RESULTS: u64 = SCALAR_BYTES.next_multiple_of(16);
-const INPUTS: u64 = (RESULTS + 16).next_multiple_of(64);
+/// Of a program.
+pub const STREAMS: usize = Stream::ALL.len();
 
 /// What was taken from the driver, in order.
 #[derive(Clone, Copy, Debug)]
@@ -54,6 +56,10 @@ pub struct Rank<D: Driver> {
     driver: D,
     code: Code,
     held: Held,
+    disk: Option<Disk>,
+    timing: Option<Timing>,
+    flight: Option<Flight>,
+    began: Instant,
     taken: Vec<Taken>,
     /// Whether a call failed, here or at a peer: nothing more is asked of the device.
     failed: bool,
@@ -63,19 +69,21 @@ pub struct Rank<D: Driver> {
 
 /// Where everything is that calls name.
 #[derive(Default)]
-struct Held {
-    arena: Option<Address>,
-    scalars: Option<Address>,
-    working: [Option<Address>; STREAMS],
-    streams: Vec<Queue>,
-    events: Vec<Event>,
+pub struct Held {
+    pub arena: Option<Address>,
+    /// The program's memory of the host.
+    pub host: Option<Pinned>,
+    pub scalars: Option<Address>,
+    pub working: [Option<Address>; STREAMS],
+    pub streams: Vec<Queue>,
+    pub events: Vec<Event>,
     /// One that begins a step, then one that ends each stream's.
-    edges: Vec<Event>,
+    pub edges: Vec<Event>,
     /// Of each action of each segment, launch by launch.
-    kernels: Vec<Vec<Vec<Kernel>>>,
+    pub kernels: Vec<Vec<Vec<Kernel>>>,
     /// Of each family of the program; none where this rank is in no group of it.
-    communicators: Vec<Option<Communicator>>,
-    pinned: Option<Pinned>,
+    pub communicators: Vec<Option<Communicator>>,
+    pub pinned: Option<Pinned>,
 }
 
 /// How the calls of the next step are made.
@@ -100,20 +108,35 @@ impl<D: Driver> Rank<D> {
     ///
     /// # Errors
     /// What in the program no kernel does, and what the device refuses.
-    pub fn new(mut driver: D, graph: &Graph, program: &Program, rank: u64, decay: DecayGroups) -> Result<Rank<D>, RuntimeError> {
+    pub fn new(mut driver: D, graph: &Graph, program: &Program, rank: u64, options: &Options) -> Result<Rank<D>, RuntimeError> {
         let ranks = program.mesh.ranks();
-        let code = load(graph, program, (rank / ranks) as usize, rank % ranks, decay, driver.target())?;
+        let code = load(graph, program, (rank / ranks) as usize, rank % ranks, options.decay, driver.target())?;
+        let scratch = scratch(program, &code, options)?;
         let mut taken = Vec::new();
-        let made = prepare(&mut driver, program, rank, &code, &mut taken);
-        let mut this = Rank { driver, code, held: Held::default(), taken, failed: made.is_err(), launch: Launch::default(), calling: Calling::Each };
+        let made = prepare(&mut driver, program, &code, (scratch, options.recording), &mut taken);
+        let (failed, calling) = (made.is_err(), Calling::Each);
+        let began = Instant::now();
+        let mut this = Rank {
+            driver,
+            code,
+            held: Held::default(),
+            disk: None,
+            timing: None,
+            flight: None,
+            began,
+            taken,
+            failed,
+            launch: Launch::default(),
+            calling,
+        };
         match made {
-            Ok(held) => {
-                this.held = held;
+            Ok((held, disk, timing, flight)) => {
+                (this.held, this.disk, this.timing, this.flight) = (held, disk, timing, flight);
                 Ok(this)
             }
             Err(source) => {
                 this.release();
-                Err(RuntimeError::Device { rank: rank as usize, source })
+                Err(RuntimeError::Device { rank: rank as usize, source, stalls: Vec::new() })
             }
         }
     }
@@ -137,6 +160,8 @@ impl<D: Driver> Rank<D> {
     /// As [`Rank::issue`].
     pub fn finish(&mut self, program: &Program) -> Result<Results, RuntimeError> {
         let done = self.driver.synchronise();
+        let done = done.and_then(|()| self.disk.as_ref().map_or(Ok(()), Disk::check));
+        let done = done.and_then(|()| self.timing.as_mut().map_or(Ok(()), |timing| timing.end(&mut self.driver)));
         self.noted(done)?;
         let Some(pinned) = self.held.pinned else { return Ok(Results::default()) };
         let bytes = self.driver.pinned(pinned);
@@ -147,21 +172,67 @@ impl<D: Driver> Rank<D> {
         Ok(Results { loss: read(0), norm_squared: read(1) })
     }
 
-    /// Writes bytes of the arena.
+    /// Writes bytes of a memory.
     ///
     /// # Errors
-    /// As [`Rank::issue`].
-    pub fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<(), RuntimeError> {
-        let wrote = self.copy(offset, bytes.len() as u64, &mut |memory, at| memory.copy_from_slice(&bytes[at..][..memory.len()]), Access::Write);
-        self.noted(wrote)
+    /// As [`Rank::issue`], and what the disk refuses.
+    pub fn write(&mut self, space: Space, offset: u64, bytes: &[u8]) -> Result<(), RuntimeError> {
+        match space {
+            Space::Device => {
+                let wrote =
+                    self.copy(offset, bytes.len() as u64, &mut |memory, at| memory.copy_from_slice(&bytes[at..][..memory.len()]), Access::Write);
+                self.noted(wrote)
+            }
+            Space::Host => {
+                self.host(offset, bytes.len()).copy_from_slice(bytes);
+                Ok(())
+            }
+            Space::File => self.disk.iter().try_for_each(|disk| disk.file().write(offset, bytes)).map_err(RuntimeError::Scratch),
+        }
     }
-    /// Reads bytes of the arena.
+    /// Reads bytes of a memory.
     ///
     /// # Errors
-    /// As [`Rank::issue`].
-    pub fn read(&mut self, offset: u64, bytes: &mut [u8]) -> Result<(), RuntimeError> {
-        let read = self.copy(offset, bytes.len() as u64, &mut |memory, at| bytes[at..][..memory.len()].copy_from_slice(memory), Access::Read);
-        self.noted(read)
+    /// As [`Rank::write`].
+    pub fn read(&mut self, space: Space, offset: u64, bytes: &mut [u8]) -> Result<(), RuntimeError> {
+        match space {
+            Space::Device => {
+                let read = self.copy(offset, bytes.len() as u64, &mut |memory, at| bytes[at..][..memory.len()].copy_from_slice(memory), Access::Read);
+                self.noted(read)
+            }
+            Space::Host => {
+                bytes.copy_from_slice(self.host(offset, bytes.len()));
+                Ok(())
+            }
+            Space::File => self.disk.iter().try_for_each(|disk| disk.file().read(offset, bytes)).map_err(RuntimeError::Scratch),
+        }
+    }
+    /// What it has not come behind of the step that failed, together with whom.
+    pub fn stalls(&mut self, graph: &Graph, program: &Program) -> Vec<Stall> {
+        let ahead = self.flight.as_ref().map(|flight| flight.ahead(&mut self.driver)).unwrap_or_default();
+        let (rank, stage) = (self.code.rank as usize, self.code.stage);
+        let one = |mark: Mark| Stall {
+            rank,
+            stage: stage as u32,
+            instruction: shown(graph, program, stage, (SegmentId(mark.segment as u32), mark.at), mark.micro_batch),
+            peers: self.members(program, mark.family).into_iter().filter(|&peer| peer != rank).collect(),
+        };
+        ahead.into_iter().map(one).collect()
+    }
+    /// Takes what it ran since this was last called; empty unless it records.
+    pub fn take_spans(&mut self) -> Vec<Span> {
+        self.timing.as_mut().map(Timing::take).unwrap_or_default()
+    }
+    pub fn rank(&self) -> u64 {
+        self.code.rank
+    }
+    /// The ranks of the family that a span names.
+    pub fn members(&self, program: &Program, family: usize) -> Vec<usize> {
+        self.code.families[family].members(program, self.code.rank).unwrap_or_default().into_iter().map(|r| r as usize).collect()
+    }
+    /// Why its file goes through the page cache, if it does.
+    pub fn cached(&self) -> Option<&str> {
+        self.disk.as_ref()?.file().cached()
     }
 
     /// Asks nothing more of the device, and leaves no communicator in order: a peer failed.
@@ -184,18 +255,26 @@ impl<D: Driver> Rank<D> {
         let (Some(pinned), Some(&compute)) = (self.held.pinned, self.held.streams.get(Stream::Compute as usize)) else { return Ok(()) };
         // Inputs are written before anything that reads pinned memory is queued.
         provide(self.driver.pinned(pinned), &self.code, program, scalars, batch);
+        self.flight.iter_mut().for_each(|flight| flight.begin(&mut self.driver));
         let (driver, held, code) = (&mut self.driver, &self.held, &self.code);
+        let launch = if self.disk.is_some() || self.timing.is_some() { Launch::Each } else { self.launch };
         self.calling = match self.calling {
             Calling::Each => {
-                queue(driver, held, code, program)?;
-                match self.launch {
+                let beside = Beside {
+                    disk: self.disk.as_mut(),
+                    timing: self.timing.as_mut(),
+                    flight: self.flight.as_mut(),
+                    now: self.began.elapsed().as_nanos() as u64,
+                };
+                queue(driver, held, beside, code, program)?;
+                match launch {
                     Launch::Graph => Calling::Capture,
                     Launch::Each => Calling::Each,
                 }
             }
             Calling::Capture => {
                 driver.begin_capture(compute)?;
-                let queued = queue(driver, held, code, program);
+                let queued = queue(driver, held, Beside { flight: self.flight.as_mut(), ..Beside::default() }, code, program);
                 // Whatever became of the calls: an open capture holds what it has captured.
                 let ended = driver.end_capture(compute);
                 self.taken.extend(ended.as_ref().ok().map(|graph| Taken::Graph(*graph)));
@@ -240,15 +319,26 @@ impl<D: Driver> Rank<D> {
         self.driver.unpin(pinned)
     }
 
+    /// Bytes of the memory of the host, while no step runs.
+    fn host(&mut self, offset: u64, bytes: usize) -> &mut [u8] {
+        match self.held.host {
+            Some(host) => &mut self.driver.pinned(host)[offset as usize..][..bytes],
+            None => &mut [],
+        }
+    }
+
     fn noted<T>(&mut self, result: Result<T, DriverError>) -> Result<T, RuntimeError> {
         self.failed |= result.is_err();
         let rank = self.code.rank as usize;
-        result.map_err(|source| RuntimeError::Device { rank, source })
+        result.map_err(|source| RuntimeError::Device { rank, source, stalls: Vec::new() })
     }
 
     /// Gives everything back, last first. Communicators of a rank that failed are aborted before anything else but graphs: their peers may be inside, and NCCL ends no
     /// communicator before the graphs that captured its calls.
     fn release(&mut self) {
+        if let Some(left) = self.disk.as_mut().and_then(Disk::close) {
+            self.taken.retain(|t| !matches!(t, Taken::Pinned(p) if *p == left));
+        }
         if self.failed {
             for taken in &self.taken {
                 if let Taken::Graph(g) = taken {
@@ -284,7 +374,13 @@ impl<D: Driver> Drop for Rank<D> {
 }
 
 /// Takes from the driver what a rank needs; `taken` has it also when a call fails.
-fn prepare<D: Driver>(driver: &mut D, program: &Program, rank: u64, code: &Code, taken: &mut Vec<Taken>) -> Result<Held, DriverError> {
+fn prepare<D: Driver>(
+    driver: &mut D,
+    program: &Program,
+    code: &Code,
+    (scratch, recording): (Option<(Scratch, u64)>, Recording),
+    taken: &mut Vec<Taken>,
+) -> Result<(Held, Option<Disk>, Option<Timing>, Option<Flight>), DriverError> {
     let mut held = Held::default();
     let mut memory = |driver: &mut D, bytes: u64| -> Result<Option<Address>, DriverError> {
         if bytes == 0 {
@@ -299,27 +395,53 @@ fn prepare<D: Driver>(driver: &mut D, program: &Program, rank: u64, code: &Code,
     for (at, bytes) in held.working.iter_mut().zip(code.working) {
         *at = memory(driver, bytes)?;
     }
-    let pinned = driver.pin(INPUTS + input_bytes(code, program))?;
-    taken.push(Taken::Pinned(pinned));
-    held.pinned = Some(pinned);
-    for _ in 0..STREAMS {
+    let mut pin = |driver: &mut D, bytes: u64| -> Result<Pinned, DriverError> {
+        let pinned = driver.pin(bytes)?;
+        taken.push(Taken::Pinned(pinned));
+        Ok(pinned)
+    };
+    held.pinned = Some(pin(driver, INPUTS + input_bytes(code, program))?);
+    let host = program.stages[code.stage].host_bytes;
+    held.host = (host > 0).then(|| pin(driver, host)).transpose()?;
+    held.host.iter().for_each(|host| driver.pinned(*host).fill(0));
+    let pieces = scratch.as_ref().map(|(_, piece)| pin(driver, Parts::pinned_bytes(*piece))).transpose()?;
+    let mut stream = |driver: &mut D| -> Result<Queue, DriverError> {
         let stream = driver.create_stream()?;
         taken.push(Taken::Stream(stream));
-        held.streams.push(stream);
+        Ok(stream)
+    };
+    held.streams = (0..STREAMS).map(|_| stream(driver)).collect::<Result<_, _>>()?;
+    let of_disk = pieces.map(|_| stream(driver)).transpose()?;
+    let mut events = |driver: &mut D, count: usize| -> Result<Vec<Event>, DriverError> {
+        let one = |_| {
+            let event = driver.create_event()?;
+            taken.push(Taken::Event(event));
+            Ok(event)
+        };
+        (0..count).map(one).collect()
+    };
+    held.edges = events(driver, STREAMS)?;
+    held.events = events(driver, program.stages[code.stage].events as usize)?;
+    let mut disk = None;
+    if let (Some((scratch, piece)), Some(pieces), Some(stream)) = (scratch, pieces, of_disk) {
+        let parts = Parts { pieces, piece, stream, events: events(driver, Parts::EVENTS)? };
+        disk = Some(Disk::new(driver, scratch, &parts));
     }
-    for at in 0..program.stages[code.stage].events as usize + STREAMS {
-        let event = driver.create_event()?;
+    let clock = || {
+        let event = driver.create_clock()?;
         taken.push(Taken::Event(event));
-        if at < STREAMS { held.edges.push(event) } else { held.events.push(event) }
-    }
-    // Launches of one text that need different amounts of shared memory are loaded apart: a kernel is told how much it may take.
-    let mut loaded: HashMap<(&str, &str, u32), Kernel> = HashMap::new();
+        Ok(event)
+    };
+    let timing = (recording == Recording::On).then(|| Timing::new(program, code, clock)).transpose()?;
+    // Launches of one text that need different amounts of shared memory are loaded apart, since a kernel is told how much it may take; so are products of different sizes that a
+    // library may compute.
+    let mut loaded: HashMap<(&str, &str, u32, Option<Matmul>), Kernel> = HashMap::new();
     for segment in &code.segments {
         let mut of_segment = Vec::with_capacity(segment.len());
         for (_, action) in segment {
             let mut of_action = Vec::new();
             for launch in action.routines().flat_map(|r| &r.launches) {
-                let key = (&launch.text[..], launch.entry, launch.shared);
+                let key = (&launch.text[..], launch.entry, launch.shared, launch.instead);
                 let kernel = match loaded.get(&key) {
                     Some(kernel) => *kernel,
                     None => {
@@ -335,8 +457,21 @@ fn prepare<D: Driver>(driver: &mut D, program: &Program, rank: u64, code: &Code,
         }
         held.kernels.push(of_segment);
     }
+    let marks = marks(program, code);
+    let mut flight = None;
+    if !marks.is_empty() {
+        let numbers = Flight::numbers(&marks);
+        let at = driver.allocate(numbers.len() as u64)?;
+        taken.push(Taken::Memory(at));
+        let pinned = driver.pin(Flight::REACHED_BYTES.max(numbers.len() as u64))?;
+        taken.push(Taken::Pinned(pinned));
+        driver.pinned(pinned)[..numbers.len()].copy_from_slice(&numbers);
+        driver.copy_in(at, pinned, 0, numbers.len() as u64, held.streams[0])?;
+        driver.synchronise()?;
+        flight = Some(Flight::new(marks, at, pinned));
+    }
     for (number, family) in code.families.iter().enumerate() {
-        let communicator = driver.split(number as u64, family.members(program, rank).as_deref())?;
+        let communicator = driver.split(number as u64, family.members(program, code.rank).as_deref())?;
         taken.extend(communicator.map(Taken::Communicator));
         held.communicators.push(communicator);
     }
@@ -345,201 +480,20 @@ fn prepare<D: Driver>(driver: &mut D, program: &Program, rank: u64, code: &Code,
         driver.zero(arena, program.stages[code.stage].arena_bytes, stream)?;
         driver.synchronise()?;
     }
-    Ok(held)
+    Ok((held, disk, timing, flight))
 }
 
-/// Pinned bytes that the inputs of a step need.
-fn input_bytes(code: &Code, program: &Program) -> u64 {
-    let of = |action: &Action| match action {
-        Action::Input { dst, .. } => dst.bytes,
-        _ => 0,
-    };
-    let segment = |at: usize| code.segments[at].iter().map(|(_, a)| of(a)).sum::<u64>();
-    program.stages[code.stage].schedule.iter().map(|call| segment(call.segment.0 as usize)).sum()
-}
-
-/// The buffer of a result.
-fn result(program: &Program, code: &Code, which: usize) -> Option<Place> {
-    let scalar = [Scalar::Loss, Scalar::NormSquared][which];
-    let stage = &program.stages[code.stage];
-    let buffer = &stage.buffers[stage.accumulates(scalar)?];
-    let offset = buffer.offset_at(0, &program.mesh, code.local_rank);
-    Some(Place { offset, stride: buffer.slot_stride, slots: 1, bytes: buffer.bytes, dtype: buffer.dtype })
-}
-
-/// What the calls of a step share.
-struct Calls<'a, D: Driver> {
-    driver: &'a mut D,
-    held: &'a Held,
-    arena: Address,
-    pinned: Pinned,
-    scalars: Address,
-    /// Pinned bytes that inputs took so far.
-    input: u64,
-    /// Which events were recorded so far.
-    recorded: Vec<bool>,
-}
-
-/// Writes what a step takes from the host.
-fn provide(memory: &mut [u8], code: &Code, program: &Program, scalars: &StepScalars, batch: &Batch) {
-    let bytes = cuda::scalars(scalars).map(f64::to_le_bytes);
-    memory[..SCALAR_BYTES as usize].copy_from_slice(bytes.as_flattened());
-    let mut at = INPUTS as usize;
-    for call in &program.stages[code.stage].schedule {
-        for (_, action) in &code.segments[call.segment.0 as usize] {
-            if let Action::Input { dst, input, block, step } = action {
-                let to = &mut memory[at..][..dst.bytes as usize];
-                fill(&batch.inputs[*input], block, (call.micro_batch * step) as usize, dst.dtype, to);
-                at += dst.bytes as usize;
-            }
-        }
+/// The rank's file, if it has one, and how much of it goes at once.
+fn scratch(program: &Program, code: &Code, options: &Options) -> Result<Option<(Scratch, u64)>, RuntimeError> {
+    let bytes = program.stages[code.stage].file_bytes;
+    if bytes == 0 {
+        return Ok(None);
     }
-}
-
-/// Queues a step, for which everything was provided.
-fn queue<D: Driver>(driver: &mut D, held: &Held, code: &Code, program: &Program) -> Result<(), DriverError> {
-    let (Some(arena), Some(pinned), Some(at)) = (held.arena, held.pinned, held.scalars) else { return Ok(()) };
-    let mut calls = Calls { driver, held, arena, pinned, scalars: at, input: INPUTS, recorded: vec![false; held.events.len()] };
-    let schedule = &program.stages[code.stage].schedule;
-    let compute = held.streams[Stream::Compute as usize];
-    calls.driver.copy_in(at, pinned, 0, SCALAR_BYTES, compute)?;
-    calls.driver.record(held.edges[Stream::Compute as usize], compute)?;
-    for other in 1..STREAMS {
-        calls.driver.wait(held.streams[other], held.edges[Stream::Compute as usize])?;
-    }
-    for call in schedule {
-        let segment = call.segment.0 as usize;
-        for ((stream, action), kernels) in code.segments[segment].iter().zip(&held.kernels[segment]) {
-            calls.act(*stream as usize, action, kernels, call.micro_batch)?;
-        }
-    }
-    for other in 1..STREAMS {
-        calls.driver.record(held.edges[other], held.streams[other])?;
-        calls.driver.wait(compute, held.edges[other])?;
-    }
-    for which in 0..2 {
-        if let Some(place) = result(program, code, which) {
-            calls.driver.copy_out(pinned, RESULTS + which as u64 * 8, arena.plus(place.offset), place.bytes, compute)?;
-        }
-    }
-    Ok(())
-}
-
-impl<D: Driver> Calls<'_, D> {
-    fn act(&mut self, on: usize, action: &Action, kernels: &[Kernel], micro: u64) -> Result<(), DriverError> {
-        let stream = self.held.streams[on];
-        let at = |p: &Place| self.arena.plus(p.at(micro));
-        let memory = |p: &Place, access: Access| Value::Memory { at: at(p), bytes: p.bytes, access };
-        match action {
-            Action::Run { routine, ins, outs } => {
-                let ins: Vec<Value> = ins.iter().map(|p| memory(p, Access::Read)).collect();
-                let outs: Vec<Value> = outs.iter().map(|p| memory(p, Access::Write)).collect();
-                self.run((on, micro), (routine, kernels), 0, &ins, &outs)
-            }
-            Action::Input { dst, .. } => {
-                let from = self.input;
-                self.input += dst.bytes;
-                self.driver.copy_in(at(dst), self.pinned, from, dst.bytes, stream)
-            }
-            Action::Slice { src, dst, row, start, len } => {
-                let (from, to) = (at(src).plus(*start), at(dst));
-                let rows = Rows { from, from_pitch: *row, to, to_pitch: *len, width: *len, rows: dst.bytes / (*len).max(1) };
-                self.driver.copy_rows(rows, stream)
-            }
-            Action::Collective(c) => self.collective(on, c, kernels, micro),
-            Action::Send(Transfer { family, peer, place }) => self.driver.send(self.communicator(*family)?, *peer, at(place), place.bytes, stream),
-            Action::Recv(Transfer { family, peer, place }) => self.driver.receive(self.communicator(*family)?, *peer, at(place), place.bytes, stream),
-            Action::Zero { dst } => self.driver.zero(at(dst), dst.bytes, stream),
-            Action::Record(event) => {
-                self.recorded[event.0 as usize] = true;
-                self.driver.record(self.held.events[event.0 as usize], stream)
-            }
-            // Before its first record of this step an event stands for one of the step before, which has ended.
-            Action::Wait(event) if !self.recorded[event.0 as usize] => Ok(()),
-            Action::Wait(event) => self.driver.wait(stream, self.held.events[event.0 as usize]),
-            Action::Nothing => Ok(()),
-        }
-    }
-
-    fn collective(&mut self, on: usize, c: &Collective, kernels: &[Kernel], micro: u64) -> Result<(), DriverError> {
-        let [src, dst] = [&c.src, &c.dst].map(|p| self.arena.plus(p.at(micro)));
-        let (before, after) = kernels.split_at(c.before.as_ref().map_or(0, |r| r.launches.len()));
-        let (mut from, mut to) = (src, dst);
-        if let Some(routine) = &c.before {
-            from = self.working(on)?;
-            let whole = Value::Memory { at: src, bytes: c.src.bytes, access: Access::Read };
-            self.run((on, micro), (routine, before), c.staging, &[whole], &[Value::Memory { at: from, bytes: c.staging, access: Access::Write }])?;
-        }
-        if c.after.is_some() {
-            to = self.working(on)?;
-        }
-        let exchange = Exchange { primitive: c.primitive, elems: c.elems, dtype: c.src.dtype, from, to };
-        self.driver.exchange(self.communicator(c.family)?, exchange, self.held.streams[on])?;
-        match &c.after {
-            None => Ok(()),
-            Some(routine) => {
-                let parts = Value::Memory { at: to, bytes: c.staging, access: Access::Read };
-                self.run((on, micro), (routine, after), c.staging, &[parts], &[Value::Memory { at: dst, bytes: c.dst.bytes, access: Access::Write }])
-            }
-        }
-    }
-
-    /// Launches the kernels of a routine on a stream, for a micro-batch; its working memory begins `skip` bytes into the stream's.
-    fn run(
-        &mut self,
-        (on, micro): (usize, u64),
-        (routine, kernels): (&Routine, &[Kernel]),
-        skip: u64,
-        ins: &[Value],
-        outs: &[Value],
-    ) -> Result<(), DriverError> {
-        for (launch, kernel) in routine.launches.iter().zip(kernels) {
-            let value = |arg: &Arg| -> Result<Value, DriverError> {
-                Ok(match *arg {
-                    Arg::In(i) => ins[i],
-                    Arg::Out(i) => outs[i],
-                    Arg::Tensor(i, map) => match ins[i] {
-                        Value::Memory { at, bytes, .. } => Value::Tensor { at, bytes, map },
-                        other @ (Value::Tensor { .. } | Value::Int(_)) => other,
-                    },
-                    Arg::Aux(at) => {
-                        let place = self.working(on)?.plus(skip.next_multiple_of(256) + at);
-                        Value::Memory { at: place, bytes: routine.aux - at, access: Access::Write }
-                    }
-                    Arg::Scalars => Value::Memory { at: self.scalars, bytes: SCALAR_BYTES, access: Access::Read },
-                    Arg::Int(i) => Value::Int(i),
-                    Arg::MicroBatch(i) => Value::Int(i * micro as i64),
-                })
-            };
-            let args = launch.args.iter().map(value).collect::<Result<Vec<_>, _>>()?;
-            self.driver.launch(*kernel, launch, &args, self.held.streams[on])?;
-        }
-        Ok(())
-    }
-
-    fn communicator(&self, family: usize) -> Result<Communicator, DriverError> {
-        self.held.communicators[family].ok_or_else(|| unknown("ncclCommSplit", "a group that this rank is not in"))
-    }
-    fn working(&self, on: usize) -> Result<Address, DriverError> {
-        self.held.working[on].ok_or_else(|| unknown("cuMemAlloc", "working memory"))
-    }
-}
-
-fn unknown(call: &'static str, what: &str) -> DriverError {
-    DriverError { call, why: format!("{what} was not made ready") }
-}
-
-/// Writes the block of an input of the step that begins at element `first`; padding is zero.
-fn fill(rows: &runtime::Rows, block: &Block, first: usize, dtype: DType, to: &mut [u8]) {
-    to.fill(0);
-    block.each(|s| {
-        for i in 0..s.len {
-            let from = first + s.logical + i;
-            let v = match rows {
-                runtime::Rows::Tokens(rows) => f64::from(rows[from]),
-                runtime::Rows::Values(rows) => rows[from],
-            };
-            encode(dtype, v, to, s.local + i);
-        }
+    let sizes = code.segments.iter().flatten().filter_map(|(_, action)| match action {
+        Action::Copy { away: Away::File(place), .. } => Some(place.bytes),
+        _ => None,
     });
+    let piece = piece_bytes(sizes.max().unwrap_or(0));
+    let failed = |why| RuntimeError::NoScratch { rank: code.rank as usize, folder: options.scratch.display().to_string(), bytes, why };
+    Ok(Some((Scratch::new(&options.scratch, 0, bytes).map_err(failed)?, piece)))
 }

@@ -8,14 +8,15 @@ use dplan_ir::entity::{ParamId, Table};
 use dplan_ir::extent::Seat;
 use dplan_ir::graph::Graph;
 use dplan_ir::init;
-use dplan_ir::optimizer::{DecayGroups, StepScalars};
-use dplan_ir::program::{Content, Program, Role};
+use dplan_ir::optimizer::StepScalars;
+use dplan_ir::program::{Content, Program, Role, Space};
 
 use super::driver::Driver;
 use super::rank::{Launch, Rank};
 use crate::runtime::block::{Block, Stretch};
+use crate::runtime::scratch::by_the_page_cache;
 use crate::runtime::view::View;
-use crate::runtime::{Batch, RuntimeError, StepResult};
+use crate::runtime::{Batch, Options, RuntimeError, Span, StepResult};
 use crate::safetensors::{decode, encode};
 
 /// Ranks and their devices.
@@ -23,6 +24,7 @@ pub struct Session<D: Driver> {
     graph: Graph,
     program: Program,
     ranks: Vec<Rank<D>>,
+    began: Instant,
     ended: bool,
 }
 
@@ -30,11 +32,11 @@ impl<D: Driver> Session<D> {
     /// Makes ranks ready on their devices. All memory is zero.
     ///
     /// # Errors
-    /// What in the program no kernel does, and what a device refuses.
-    pub fn new(graph: Graph, program: Program, drivers: Vec<(u64, D)>, decay: DecayGroups) -> Result<Session<D>, RuntimeError> {
-        let one = |(rank, driver)| Rank::new(driver, &graph, &program, rank, decay);
+    /// What in the program no kernel does, what a device refuses, and a folder that has no room for a file.
+    pub fn new(graph: Graph, program: Program, drivers: Vec<(u64, D)>, options: &Options) -> Result<Session<D>, RuntimeError> {
+        let one = |(rank, driver)| Rank::new(driver, &graph, &program, rank, options);
         let ranks = drivers.into_iter().map(one).collect::<Result<_, _>>()?;
-        Ok(Session { graph, program, ranks, ended: false })
+        Ok(Session { graph, program, ranks, began: Instant::now(), ended: false })
     }
 
     /// How steps after the first are launched; to be said before the first.
@@ -73,7 +75,7 @@ impl<D: Driver> Session<D> {
             for (at, home) in homes {
                 let mut bytes = vec![0; home.held.len() * home.dtype.size() as usize];
                 home.each(|s| (0..s.len).for_each(|i| encode(home.dtype, values[s.logical + i], &mut bytes, s.local + i)));
-                let wrote = self.ranks[*at].write(home.offset, &bytes);
+                let wrote = self.ranks[*at].write(home.space, home.offset, &bytes);
                 self.noted(wrote)?;
             }
         }
@@ -91,7 +93,7 @@ impl<D: Driver> Session<D> {
         for at in 0..self.ranks.len() {
             for home in self.homes(at, role)? {
                 let mut bytes = vec![0; home.held.len() * home.dtype.size() as usize];
-                let read = self.ranks[at].read(home.offset, &mut bytes);
+                let read = self.ranks[at].read(home.space, home.offset, &mut bytes);
                 self.noted(read)?;
                 let values = &mut values[home.param];
                 home.each(|s| (0..s.len).for_each(|i| values[s.logical + i] = decode(home.dtype, &bytes, s.local + i)));
@@ -115,6 +117,7 @@ impl<D: Driver> Session<D> {
         let (mut loss, mut grad_norm) = (f64::NAN, None);
         for at in 0..self.ranks.len() {
             let done = self.ranks[at].finish(&self.program);
+            let done = done.map_err(|error| self.placed(at, error));
             let results = self.noted(done)?;
             loss = results.loss.unwrap_or(loss);
             grad_norm = results.norm_squared.map(|s| scalars.norm(s.sqrt())).or(grad_norm);
@@ -122,10 +125,39 @@ impl<D: Driver> Session<D> {
         Ok(StepResult { loss, grad_norm, seconds: begin.elapsed().as_secs_f64() })
     }
 
+    /// Nanoseconds since the session began.
+    pub fn clock(&self) -> u64 {
+        self.began.elapsed().as_nanos() as u64
+    }
+    /// Takes what each rank of the program ran since this was last called; of ranks elsewhere nothing.
+    pub fn take_spans(&mut self) -> Vec<Vec<Span>> {
+        let mut spans = vec![Vec::new(); self.program.ranks() as usize];
+        self.ranks.iter_mut().for_each(|rank| spans[rank.rank() as usize] = rank.take_spans());
+        spans
+    }
+    /// The ranks that a span of a rank of this process met.
+    pub fn members(&self, rank: usize, communicator: u32) -> Vec<usize> {
+        let of = self.ranks.iter().find(|r| r.rank() == rank as u64);
+        of.map(|r| r.members(&self.program, communicator as usize)).unwrap_or_default()
+    }
+    /// What a user should know of how it runs.
+    pub fn remarks(&self) -> Vec<String> {
+        self.ranks.iter().find_map(Rank::cached).map(by_the_page_cache).into_iter().collect()
+    }
+
     pub fn ranks(&self) -> &[Rank<D>] {
         &self.ranks
     }
 
+    /// What a device says of a step, with where its rank stands.
+    fn placed(&mut self, at: usize, error: RuntimeError) -> RuntimeError {
+        match error {
+            RuntimeError::Device { rank, source, .. } => {
+                RuntimeError::Device { rank, source, stalls: self.ranks[at].stalls(&self.graph, &self.program) }
+            }
+            other => other,
+        }
+    }
     fn idle(&self) -> Result<(), RuntimeError> {
         if self.ended { Err(RuntimeError::Ended) } else { Ok(()) }
     }
@@ -148,7 +180,7 @@ impl<D: Driver> Session<D> {
         for (id, bucket) in of_stage.buckets.iter() {
             let Some(home) = of_stage.home(id, role) else { continue };
             let Content::Flat { pieces, .. } = of_stage.buffers[home].content else { continue };
-            let place = view.place(home).map_err(|why| RuntimeError::Program { stage: stage as u32, at: role.name().into(), why })?;
+            let (space, place) = view.anywhere(home).map_err(|why| RuntimeError::Program { stage: stage as u32, at: role.name().into(), why })?;
             let first = (mesh.position(local_rank, pieces) * (bucket.elems / mesh.size(pieces))) as usize;
             let end = first + place.elems() as usize;
             for member in &bucket.members {
@@ -158,7 +190,7 @@ impl<D: Driver> Session<D> {
                 let (from, to) = (begin.max(first), (begin + block.elems()).min(end));
                 if from < to {
                     let offset = place.offset + (from - first) as u64 * place.dtype.size();
-                    homes.push(Home { param: member.param, offset, dtype: place.dtype, held: from - begin..to - begin, block });
+                    homes.push(Home { param: member.param, space, offset, dtype: place.dtype, held: from - begin..to - begin, block });
                 }
             }
         }
@@ -166,9 +198,10 @@ impl<D: Driver> Session<D> {
     }
 }
 
-/// What a rank's arena holds of a parameter, in one piece.
+/// What a rank's memory holds of a parameter, in one piece.
 struct Home {
     param: ParamId,
+    space: Space,
     offset: u64,
     dtype: DType,
     /// Elements of the block that lie there, padding included.

@@ -1,6 +1,6 @@
 //! How the processes of a job find each other: who is which rank, and one message from rank 0 to all.
 //!
-//! `torchrun`, Slurm and `mpirun` say in the environment which rank a process is. Rank 0 listens; each other rank connects and says its rank and the hash of its plan; when all
+//! `torchrun`, Slurm and `mpirun` (Open MPI's, and those of MPICH and Intel) say in the environment which rank a process is, Slurm also which machine the first one is on. Rank 0 listens; each other rank connects and says its rank and the hash of its plan; when all
 //! have come with the same hash, each gets the message (NCCL's id), else each gets what is wrong. So different plans end a job in seconds, before anything hangs.
 
 use std::io::{Read, Write};
@@ -25,14 +25,14 @@ pub enum StartError {
     #[error("{ranks} processes were started and the plan has {expected} ranks")]
     Count { ranks: u64, expected: u64 },
     #[error(
-        "the plan has {0} ranks: start as many processes, with torchrun, srun or mpirun (which set RANK and WORLD_SIZE, SLURM_PROCID or OMPI_COMM_WORLD_RANK)"
+        "the plan has {0} ranks: start as many processes, with torchrun, srun or mpirun (which set RANK and WORLD_SIZE, SLURM_PROCID, OMPI_COMM_WORLD_RANK or PMI_RANK); --together tries them all on one GPU"
     )]
     Alone(u64),
     #[error("MASTER_ADDR is not set: ranks on several machines need the address of rank 0")]
     Address,
     #[error("{address}: {why}")]
     Connect { address: String, why: String },
-    #[error("rank {rank} has another plan than rank 0 (hash {found:016x}, not {expected:016x})")]
+    #[error("rank {rank} has another plan than rank 0, or another cuBLASLt or table of products (hash {found:016x}, not {expected:016x})")]
     Plan { rank: u64, found: u64, expected: u64 },
     #[error("rank 0 says: {0}")]
     Refused(String),
@@ -41,11 +41,25 @@ pub enum StartError {
 }
 
 /// Names of rank, number of ranks, number on this machine, and ranks on this machine, by launcher.
-const LAUNCHERS: [[&str; 4]; 3] = [
+const LAUNCHERS: [[&str; 4]; 4] = [
     ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"],
     ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"],
     ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"],
+    ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
 ];
+
+/// Where Slurm lists a job's machines.
+const SLURM_NODES: [&str; 2] = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"];
+
+/// The first machine of a list as Slurm writes it: `gpu[03-07,12],login1`.
+fn first_node(list: &str) -> Option<String> {
+    let end = list.find(['[', ',']).unwrap_or(list.len());
+    let (name, rest) = list.split_at(end);
+    let Some(inside) = rest.strip_prefix('[') else { return Some(name.to_string()) };
+    let (numbers, behind) = inside.split_once(']')?;
+    let number = numbers.split(['-', ',']).next()?;
+    Some(format!("{name}{number}{}", behind.split(',').next().unwrap_or_default()))
+}
 
 /// Beside torchrun's own store, which has `MASTER_PORT`.
 const PORT_AFTER: u16 = 1;
@@ -60,14 +74,16 @@ impl Process {
         let number = |name: &'static str| -> Result<Option<u64>, StartError> {
             variable(name).map(|v| v.trim().parse().map_err(|_| StartError::Number { variable: name, found: v.clone() })).transpose()
         };
-        for [rank, ranks, local, together] in LAUNCHERS {
-            let (Some(rank), Some(ranks)) = (number(rank)?, number(ranks)?) else { continue };
+        for [rank_name, ranks, local, together] in LAUNCHERS {
+            let (Some(rank), Some(ranks)) = (number(rank_name)?, number(ranks)?) else { continue };
             if ranks != expected {
                 return Err(StartError::Count { ranks, expected });
             }
             let (local, together) = (number(local)?.unwrap_or(rank), number(together)?);
             let port = number("MASTER_PORT")?.and_then(|p| u16::try_from(p).ok()).unwrap_or(DEFAULT_PORT).saturating_add(PORT_AFTER);
-            let host = match variable("MASTER_ADDR") {
+            let slurm =
+                || SLURM_NODES.iter().find_map(|name| variable(name)).filter(|_| rank_name.starts_with("SLURM")).and_then(|list| first_node(&list));
+            let host = match variable("MASTER_ADDR").or_else(slurm) {
                 Some(host) => host,
                 None if ranks == 1 || together == Some(ranks) => "127.0.0.1".into(),
                 None => return Err(StartError::Address),
@@ -181,6 +197,12 @@ mod tests {
             [("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "2"), ("OMPI_COMM_WORLD_LOCAL_RANK", "1"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "2")];
         assert_eq!(find(&mpirun, 2).unwrap().address, "127.0.0.1:29501");
         assert!(matches!(find(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "2")], 2), Err(StartError::Address)));
+        for (list, first) in [("gpu[03-07,12],login1", "gpu03"), ("a,b", "a"), ("node7", "node7"), ("r[2,4]n1,x", "r2n1"), ("dgx-[1-2]", "dgx-1")] {
+            let slurm = [("SLURM_PROCID", "1"), ("SLURM_NTASKS", "16"), ("SLURM_LOCALID", "1"), ("SLURM_JOB_NODELIST", list)];
+            assert_eq!(find(&slurm, 16).unwrap(), Process { rank: 1, ranks: 16, local: 1, address: format!("{first}:29501") });
+        }
+        let hydra = [("PMI_RANK", "1"), ("PMI_SIZE", "2"), ("MPI_LOCALRANKID", "1"), ("MPI_LOCALNRANKS", "2")];
+        assert_eq!(find(&hydra, 2).unwrap(), Process { rank: 1, ranks: 2, local: 1, address: "127.0.0.1:29501".into() });
         assert!(matches!(find(&torchrun, 4), Err(StartError::Count { ranks: 8, expected: 4 })));
         assert!(matches!(find(&[("RANK", "x"), ("WORLD_SIZE", "2")], 2), Err(StartError::Number { variable: "RANK", .. })));
         assert!(matches!(find(&[], 2), Err(StartError::Alone(2))));

@@ -14,6 +14,7 @@ pub type Handle = *mut c_void;
 pub const COMPUTE_CAPABILITY_MAJOR: c_int = 75;
 pub const COMPUTE_CAPABILITY_MINOR: c_int = 76;
 pub const NON_BLOCKING: c_uint = 1;
+pub const TIMING: c_uint = 0;
 pub const DISABLE_TIMING: c_uint = 2;
 pub const MAX_DYNAMIC_SHARED: c_int = 8;
 /// Of captures: calls of other kinds may be made meanwhile, as NCCL does.
@@ -28,6 +29,7 @@ functions! {
         device_get_count = "cuDeviceGetCount"(*mut c_int),
         device_get = "cuDeviceGet"(*mut c_int, c_int),
         device_get_attribute = "cuDeviceGetAttribute"(*mut c_int, c_int, c_int),
+        device_name = "cuDeviceGetName"(*mut c_char, c_int, c_int),
         context_retain = "cuDevicePrimaryCtxRetain"(*mut Handle, c_int),
         context_release = "cuDevicePrimaryCtxRelease_v2"(c_int),
         context_set = "cuCtxSetCurrent"(Handle),
@@ -47,6 +49,7 @@ functions! {
         executable_destroy = "cuGraphExecDestroy"(Handle),
         event_create = "cuEventCreate"(*mut Handle, c_uint),
         event_destroy = "cuEventDestroy_v2"(Handle),
+        event_elapsed = "cuEventElapsedTime"(*mut f32, Handle, Handle),
         event_record = "cuEventRecord"(Handle, Handle),
         module_load = "cuModuleLoadData"(*mut Handle, *const c_void),
         module_unload = "cuModuleUnload"(Handle),
@@ -57,6 +60,7 @@ functions! {
         copy_in = "cuMemcpyHtoDAsync_v2"(u64, *const c_void, usize, Handle),
         copy_out = "cuMemcpyDtoHAsync_v2"(*mut c_void, u64, usize, Handle),
         copy_rows = "cuMemcpy2DAsync_v2"(*const Copy2D, Handle),
+        host_function = "cuLaunchHostFunc"(Handle, unsafe extern "C" fn(*mut c_void), *mut c_void),
         fill = "cuMemsetD8Async"(u64, u8, usize, Handle),
         error_name = "cuGetErrorName"(c_int, *mut *const c_char),
     }

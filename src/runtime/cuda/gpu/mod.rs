@@ -1,22 +1,27 @@
-//! A GPU of this machine, through CUDA's driver, NVRTC and NCCL, all opened at run time.
+//! A GPU of this machine, through CUDA's driver, NVRTC, cuBLASLt and NCCL, all opened at run time.
 //!
 //! One process has one GPU and one thread that calls. Sizes, orders and names of calls are decided above ([`super::rank`]); here they become C. A step's end is polled, with
 //! the state of every communicator, so that a peer's failure or a hang ends the wait. Communicators are aborted then, never waited for.
 
+pub mod cublaslt;
 pub mod cuda;
 pub mod library;
 pub mod nccl;
 
 use std::collections::HashMap;
-use std::ffi::{CStr, CString, c_int, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::ptr::null_mut;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use dplan_kernels::cuda::library::{self as products, Library, Row};
 use dplan_kernels::cuda::{Launch, Target, TensorMap};
 use dplan_kernels::jit::{self, Arch, Cache, Nvrtc};
 
+use self::cublaslt::{CublasLt, Places, Product, WORKSPACE};
 use self::cuda::{Copy2D, Cuda, Handle, Tensor};
-use self::nccl::{Config, Nccl, UniqueId};
+use self::nccl::{Config, Nccl, Place, UniqueId, World};
+use super::disk::Errand;
 use super::driver::{Address, Captured, Communicator, Driver, DriverError, Event, Exchange, Kernel, Pinned, Queue, Rows, Value};
 use super::load::Primitive;
 
@@ -33,6 +38,8 @@ pub enum AbsentError {
     Call(#[from] DriverError),
     #[error(transparent)]
     Nvrtc(#[from] jit::JitError),
+    #[error("{path}: {source}")]
+    Products { path: String, source: products::RowError },
 }
 
 /// A GPU, as one rank's device.
@@ -45,18 +52,22 @@ pub struct Gpu {
     timeout: Duration,
     streams: Vec<Handle>,
     pinned: HashMap<u64, (*mut u8, usize)>,
-    /// Module and function of each kernel.
-    kernels: Vec<(Handle, Handle)>,
+    kernels: Vec<Loaded>,
+    /// cuBLASLt, or why products have none.
+    library: Result<CublasLt, AbsentError>,
+    /// Who computes which product, where there is a library.
+    asked: Library,
+    /// The library's working memory on each stream that called it.
+    workspaces: HashMap<u64, Address>,
     world: Option<World>,
 }
 
-/// NCCL and the communicator of all ranks.
-struct World {
-    nccl: &'static Nccl,
-    /// Of this process.
-    rank: u64,
-    all: Handle,
-    parts: Vec<Handle>,
+/// What a launch was made ready as.
+#[derive(Clone, Copy)]
+enum Loaded {
+    Kernel { module: Handle, function: Handle },
+    Product(Product),
+    Gone,
 }
 
 /// Makes the id that all ranks of a job share.
@@ -101,8 +112,54 @@ impl Gpu {
             cuda.check("cuDevicePrimaryCtxRetain", (cuda.context_retain)(&raw mut context, device))?;
             cuda.check("cuCtxSetCurrent", (cuda.context_set)(context))?;
         }
-        let cache = Cache::standard();
-        Ok(Gpu { cuda, nvrtc, cache, arch, device, timeout, streams: Vec::new(), pinned: HashMap::new(), kernels: Vec::new(), world: None })
+        let (cache, library) = (Cache::standard(), CublasLt::open());
+        let asked = if library.is_ok() { Library::Table(rows(&cache)?) } else { Library::Absent };
+        Ok(Gpu {
+            cuda,
+            nvrtc,
+            cache,
+            arch,
+            device,
+            timeout,
+            streams: Vec::new(),
+            pinned: HashMap::new(),
+            kernels: Vec::new(),
+            library,
+            asked,
+            workspaces: HashMap::new(),
+            world: None,
+        })
+    }
+
+    pub fn arch(&self) -> Arch {
+        self.arch
+    }
+    /// As its maker calls it.
+    pub fn name(&self) -> String {
+        let mut name = [0 as c_char; 128];
+        // SAFETY: as many characters to write to as are said, the last of which stays zero.
+        let status = unsafe { (self.cuda.device_name)(name.as_mut_ptr(), name.len() as c_int - 1, self.device) };
+        // SAFETY: it ends with a zero.
+        if status == 0 { unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned() } else { "a GPU".into() }
+    }
+    /// Asks the library for every product that it takes, or for none, whatever the table says: to time both.
+    pub fn ask_library(&mut self, asked: Library) {
+        self.asked = if self.library.is_ok() { asked } else { Library::Absent };
+    }
+    /// Why no library computes products, if none does.
+    pub fn lacks(&self) -> Option<&AbsentError> {
+        self.library.as_ref().err()
+    }
+    /// What decides how products round, in words: all ranks must have the same.
+    pub fn products(&self) -> String {
+        match (&self.library, self.asked) {
+            (Ok(library), Library::Table(rows)) => {
+                let rows: Vec<String> = rows.iter().map(Row::to_string).collect();
+                format!("cuBLASLt {:?}\n{}", library.version(), rows.join("\n"))
+            }
+            (Ok(library), Library::Always) => format!("cuBLASLt {:?} for all", library.version()),
+            (Ok(_), Library::Absent) | (Err(_), _) => "generated".into(),
+        }
     }
 
     /// Meets all ranks of the job.
@@ -186,58 +243,59 @@ impl Gpu {
         self.ask("cuTensorMapEncodeTiled", status).map_err(|e| DriverError { why: format!("{} ({map:?} at {:#x})", e.why, at.0), ..e })?;
         Ok(tensor)
     }
+    /// Has the library compute a product, whose matrices are the first arguments of the kernel in whose place it does.
+    fn multiply(&mut self, product: Product, args: &[Value], stream: Queue) -> Result<(), DriverError> {
+        let workspace = match self.workspaces.get(&stream.0) {
+            Some(at) => *at,
+            // The first step's calls: nothing is captured yet.
+            None => {
+                let at = self.allocate(WORKSPACE)?;
+                self.workspaces.insert(stream.0, at);
+                at
+            }
+        };
+        let at = |arg: usize| match args.get(arg) {
+            Some(Value::Memory { at, .. } | Value::Tensor { at, .. }) => Ok(*at),
+            Some(Value::Int(_)) | None => Err(DriverError { call: "cublasLtMatmul", why: format!("argument {arg} is no matrix") }),
+        };
+        let places = Places { operands: [at(0)?, at(1)?], out: at(2)?, workspace };
+        match &self.library {
+            Ok(library) => library.multiply(product, places, stream),
+            Err(_) => Err(DriverError { call: "cublasLtMatmul", why: "there is no library".into() }),
+        }
+    }
+    fn event(&self, flags: std::ffi::c_uint) -> Result<Event, DriverError> {
+        let mut event = null_mut();
+        // SAFETY: a handle to write to.
+        self.ask("cuEventCreate", unsafe { (self.cuda.event_create)(&raw mut event, flags) })?;
+        Ok(Event(event as u64))
+    }
     fn host(&self, memory: Pinned, offset: u64) -> *mut c_void {
         // The address is the handle.
         (memory.0 + offset) as *mut c_void
     }
 }
 
+/// The table of products: what was measured on this machine, then what others published. Read once a process.
+fn rows(cache: &Cache) -> Result<&'static [Row], AbsentError> {
+    static ROWS: OnceLock<Vec<Row>> = OnceLock::new();
+    if let Some(rows) = ROWS.get() {
+        return Ok(rows);
+    }
+    let path = cache.folder().join(products::FILE);
+    let measured = std::fs::read_to_string(&path).unwrap_or_default();
+    let parsed = |text: &str| products::parse(text).map_err(|source| AbsentError::Products { path: path.display().to_string(), source });
+    let rows = [parsed(&measured)?, parsed(products::PUBLISHED)?].concat();
+    Ok(ROWS.get_or_init(|| rows))
+}
+
 fn unmet(call: &'static str) -> DriverError {
     DriverError { call, why: "this rank has met no others".into() }
 }
 
-/// Where NCCL writes a handle. A thread of its own may do so for as long as the call has not settled; until then this memory is nobody else's, and stays so if it never settles.
-struct Place(*mut Handle);
-
-impl Place {
-    fn new() -> Place {
-        Place(Box::into_raw(Box::new(null_mut())))
-    }
-    /// What was written so far.
-    fn get(&self) -> Handle {
-        // SAFETY: allocated above and not freed while there is a `Place`.
-        unsafe { self.0.read_volatile() }
-    }
-    /// What was written, once nothing more will be.
-    fn settled(self) -> Handle {
-        // SAFETY: allocated as a box above, and taken back once.
-        *unsafe { Box::from_raw(self.0) }
-    }
-}
-
-impl World {
-    /// Waits until what a communicator was last asked has begun.
-    fn settle(&self, call: &'static str, communicator: Handle, timeout: Duration) -> Result<(), DriverError> {
-        let begin = Instant::now();
-        loop {
-            let mut state = 0;
-            // SAFETY: an integer to write to.
-            self.nccl.check("ncclCommGetAsyncError", unsafe { (self.nccl.async_error)(communicator, &raw mut state) })?;
-            self.nccl.check(call, state)?;
-            if state == 0 {
-                return Ok(());
-            }
-            if begin.elapsed() > timeout {
-                return Err(DriverError { call, why: format!("peers did not come within {} s", timeout.as_secs()) });
-            }
-            std::thread::yield_now();
-        }
-    }
-}
-
 impl Driver for Gpu {
     fn target(&self) -> Target {
-        Target::of(self.arch)
+        Target { library: self.asked, ..Target::of(self.arch) }
     }
 
     fn allocate(&mut self, bytes: u64) -> Result<Address, DriverError> {
@@ -254,8 +312,6 @@ impl Driver for Gpu {
         let mut at = null_mut();
         // SAFETY: an address to write to.
         self.ask("cuMemHostAlloc", unsafe { (self.cuda.host_alloc)(&raw mut at, bytes as usize, 0) })?;
-        // SAFETY: just allocated; zero bytes are as good as any.
-        unsafe { std::ptr::write_bytes(at.cast::<u8>(), 0, bytes as usize) };
         self.pinned.insert(at as u64, (at.cast(), bytes as usize));
         Ok(Pinned(at as u64))
     }
@@ -281,14 +337,23 @@ impl Driver for Gpu {
     }
     fn destroy_stream(&mut self, stream: Queue) -> Result<(), DriverError> {
         self.streams.retain(|s| *s as u64 != stream.0);
+        if let Some(at) = self.workspaces.remove(&stream.0) {
+            self.free(at)?;
+        }
         // SAFETY: created and destroyed once.
         self.ask("cuStreamDestroy", unsafe { (self.cuda.stream_destroy)(self.stream(stream)) })
     }
     fn create_event(&mut self) -> Result<Event, DriverError> {
-        let mut event = null_mut();
-        // SAFETY: a handle to write to.
-        self.ask("cuEventCreate", unsafe { (self.cuda.event_create)(&raw mut event, cuda::DISABLE_TIMING) })?;
-        Ok(Event(event as u64))
+        self.event(cuda::DISABLE_TIMING)
+    }
+    fn create_clock(&mut self) -> Result<Event, DriverError> {
+        self.event(cuda::TIMING)
+    }
+    fn elapsed(&mut self, from: Event, to: Event) -> Result<u64, DriverError> {
+        let mut milliseconds = 0.0;
+        // SAFETY: a number to write to; live handles.
+        self.ask("cuEventElapsedTime", unsafe { (self.cuda.event_elapsed)(&raw mut milliseconds, from.0 as Handle, to.0 as Handle) })?;
+        Ok((f64::from(milliseconds) * 1e6) as u64)
     }
     fn destroy_event(&mut self, event: Event) -> Result<(), DriverError> {
         // SAFETY: created and destroyed once.
@@ -304,16 +369,20 @@ impl Driver for Gpu {
     }
 
     fn load(&mut self, launch: &Launch) -> Result<Kernel, DriverError> {
+        let kernel = Kernel(self.kernels.len() as u64);
+        if let (Some(product), Ok(library)) = (&launch.instead, &mut self.library) {
+            self.kernels.push(Loaded::Product(library.describe(product)?));
+            return Ok(kernel);
+        }
         let failed = |why: String| DriverError { call: "nvrtcCompileProgram", why };
         let (made, _) = self.cache.compile(&self.nvrtc, &jit::text(launch), self.arch).map_err(|e| failed(e.to_string()))?;
         let entry = CString::new(launch.entry).map_err(|e| failed(e.to_string()))?;
         let mut module = null_mut();
         // SAFETY: a handle to write to; the image outlives the call.
         self.ask("cuModuleLoadData", unsafe { (self.cuda.module_load)(&raw mut module, made.cubin.as_ptr().cast()) })?;
-        let kernel = Kernel(self.kernels.len() as u64);
-        self.kernels.push((module, null_mut()));
+        self.kernels.push(Loaded::Kernel { module, function: null_mut() });
         match self.function(module, &entry, launch.shared) {
-            Ok(function) => self.kernels[kernel.0 as usize].1 = function,
+            Ok(function) => self.kernels[kernel.0 as usize] = Loaded::Kernel { module, function },
             Err(error) => {
                 self.unload(kernel)?;
                 return Err(error);
@@ -322,11 +391,22 @@ impl Driver for Gpu {
         Ok(kernel)
     }
     fn unload(&mut self, kernel: Kernel) -> Result<(), DriverError> {
-        let module = std::mem::replace(&mut self.kernels[kernel.0 as usize], (null_mut(), null_mut())).0;
-        // SAFETY: loaded and unloaded once.
-        self.ask("cuModuleUnload", unsafe { (self.cuda.module_unload)(module) })
+        match std::mem::replace(&mut self.kernels[kernel.0 as usize], Loaded::Gone) {
+            // SAFETY: loaded and unloaded once.
+            Loaded::Kernel { module, .. } => self.ask("cuModuleUnload", unsafe { (self.cuda.module_unload)(module) }),
+            Loaded::Product(product) => {
+                self.library.iter_mut().for_each(|library| library.forget(product));
+                Ok(())
+            }
+            Loaded::Gone => Err(DriverError { call: "cuModuleUnload", why: "unloaded twice".into() }),
+        }
     }
     fn launch(&mut self, kernel: Kernel, launch: &Launch, args: &[Value], stream: Queue) -> Result<(), DriverError> {
+        let function = match self.kernels[kernel.0 as usize] {
+            Loaded::Kernel { function, .. } => function,
+            Loaded::Product(product) => return self.multiply(product, args, stream),
+            Loaded::Gone => return Err(DriverError { call: "cuLaunchKernel", why: format!("{} was unloaded", launch.entry) }),
+        };
         // Pointers and integers of kernels have eight bytes each, tensors as many as CUDA says.
         let mut values: Vec<Tensor> = Vec::with_capacity(args.len());
         for arg in args {
@@ -338,7 +418,6 @@ impl Driver for Gpu {
             });
         }
         let mut pointers: Vec<*mut c_void> = values.iter_mut().map(|v| std::ptr::from_mut(v).cast()).collect();
-        let function = self.kernels[kernel.0 as usize].1;
         // SAFETY: the kernel takes as many arguments as its launch lists; they are copied before the call returns.
         let status = unsafe {
             (self.cuda.launch)(
@@ -370,6 +449,14 @@ impl Driver for Gpu {
         let what = Copy2D::on_device(rows);
         // SAFETY: both ranges are allocated; the description is read before the call returns.
         self.ask("cuMemcpy2DAsync", unsafe { (self.cuda.copy_rows)(&raw const what, self.stream(stream)) })
+    }
+    fn call(&mut self, errand: &Arc<Errand>, stream: Queue) -> Result<(), DriverError> {
+        unsafe extern "C" fn run(errand: *mut c_void) {
+            // SAFETY: a live errand, that its owner keeps until it was done.
+            unsafe { &*errand.cast::<Errand>() }.run();
+        }
+        // SAFETY: as above; the function takes a pointer.
+        self.ask("cuLaunchHostFunc", unsafe { (self.cuda.host_function)(self.stream(stream), run, Arc::as_ptr(errand).cast_mut().cast()) })
     }
     fn zero(&mut self, at: Address, bytes: u64, stream: Queue) -> Result<(), DriverError> {
         // SAFETY: the range is allocated.

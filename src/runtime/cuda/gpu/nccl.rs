@@ -1,7 +1,9 @@
 //! The functions of NCCL that are called, and their numbers. Communicators do not block, so that a rank whose peer is gone can end.
 
 use std::ffi::{c_int, c_uint, c_void};
+use std::ptr::null_mut;
 use std::sync::OnceLock;
+use std::time::{Duration, Instant};
 
 use dplan_ir::dtype::DType;
 use dplan_kernels::jit;
@@ -108,4 +110,52 @@ fn name(status: c_int) -> String {
         "ncclRemoteError",
     ];
     usize::try_from(status).ok().and_then(|s| known.get(s)).map_or_else(|| format!("error {status}"), |n| (*n).to_string())
+}
+
+/// NCCL and the communicator of all ranks.
+pub(super) struct World {
+    pub(super) nccl: &'static Nccl,
+    /// Of this process.
+    pub(super) rank: u64,
+    pub(super) all: Handle,
+    pub(super) parts: Vec<Handle>,
+}
+
+impl World {
+    /// Waits until what a communicator was last asked has begun.
+    pub(super) fn settle(&self, call: &'static str, communicator: Handle, timeout: Duration) -> Result<(), DriverError> {
+        let begin = Instant::now();
+        loop {
+            let mut state = 0;
+            // SAFETY: an integer to write to.
+            self.nccl.check("ncclCommGetAsyncError", unsafe { (self.nccl.async_error)(communicator, &raw mut state) })?;
+            self.nccl.check(call, state)?;
+            if state == 0 {
+                return Ok(());
+            }
+            if begin.elapsed() > timeout {
+                return Err(DriverError { call, why: format!("peers did not come within {} s", timeout.as_secs()) });
+            }
+            std::thread::yield_now();
+        }
+    }
+}
+
+/// Where NCCL writes a handle. A thread of its own may do so for as long as the call has not settled; until then this memory is nobody else's, and stays so if it never settles.
+pub(super) struct Place(pub(super) *mut Handle);
+
+impl Place {
+    pub(super) fn new() -> Place {
+        Place(Box::into_raw(Box::new(null_mut())))
+    }
+    /// What was written so far.
+    pub(super) fn get(&self) -> Handle {
+        // SAFETY: allocated above and not freed while there is a `Place`.
+        unsafe { self.0.read_volatile() }
+    }
+    /// What was written, once nothing more will be.
+    pub(super) fn settled(self) -> Handle {
+        // SAFETY: allocated as a box above, and taken back once.
+        *unsafe { Box::from_raw(self.0) }
+    }
 }

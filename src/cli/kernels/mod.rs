@@ -1,8 +1,11 @@
-//! `dplan kernels`: the generated kernels of a plan, as text and machine code, and what they use. Needs no GPU.
+//! `dplan kernels`: the generated kernels of a plan, as text and machine code, and what they use. Needs no GPU; [`check`] and [`time`] do.
 //!
 //! Every instruction of every rank maps to kernels, to a copy or fill of the driver, or to a collective, under weight decay of all parameters (what `dplan run` does unless told
 //! otherwise). Equal texts are one kernel. A row shows the kernel's largest launch: an op's arithmetic and traffic stand at the launch that has the most
 //! threads, and are 0 at its helpers.
+
+mod check;
+mod time;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -20,11 +23,23 @@ use super::{Failure, Outcome, Result};
 use crate::planfile::PlanFile;
 use crate::runtime::cuda::load::load;
 
-/// Write the generated CUDA kernels of a plan: text, PTX, machine code, and a table of what they use. Needs NVRTC, no GPU.
+/// Write the generated CUDA kernels of a plan: text, PTX, machine code, and a table of what they use. Needs NVRTC, no GPU but for --check and --time.
 #[derive(clap::Args)]
-#[command(after_help = "Example:\n  pip install nvidia-cuda-nvrtc-cu12\n  dplan kernels plan.json --arch sm_90a -o kernels/")]
+#[command(
+    after_help = "Example:\n  pip install nvidia-cuda-nvrtc-cu12\n  dplan kernels plan.json --arch sm_90a -o kernels/\n  dplan kernels --check              # on a machine with a GPU\n  dplan kernels plan.json --time"
+)]
 pub struct Args {
-    plan: PathBuf,
+    #[arg(required_unless_present = "check")]
+    plan: Option<PathBuf>,
+    /// Run kernels of every family on this machine's GPU, on random shapes and numbers, against references in f64.
+    #[arg(long, conflicts_with = "time")]
+    check: bool,
+    /// Shapes of a family that --check draws.
+    #[arg(long, default_value_t = 40, value_name = "N")]
+    cases: u64,
+    /// Time the plan's kernels on this machine's GPU, beside a copy of the device and products of cuBLASLt; what was timed decides from then on who computes products here.
+    #[arg(long)]
+    time: bool,
     /// `sm_80`, `sm_90a` or `sm_100`.
     #[arg(long, default_value = "sm_90a", value_parser = arch)]
     arch: Arch,
@@ -50,8 +65,12 @@ struct Row {
 }
 
 pub fn run(args: Args) -> Result<Outcome> {
-    let file = PlanFile::read(&args.plan)?;
-    let rows = rows(&file, args.arch).map_err(|e| anyhow!("{}: {e}", args.plan.display()))?;
+    let Some(plan) = args.plan.as_ref().filter(|_| !args.check) else { return check::run(args.cases) };
+    let file = PlanFile::read(plan)?;
+    if args.time {
+        return time::run(&file);
+    }
+    let rows = rows(&file, args.arch).map_err(|e| anyhow!("{}: {e}", plan.display()))?;
     let nvrtc = Nvrtc::open().map_err(Failure::fault)?;
     let cache = Cache::standard();
     if let Some(folder) = &args.output {

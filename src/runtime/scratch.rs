@@ -17,7 +17,7 @@ use std::sync::{Condvar, Mutex, MutexGuard};
 use rustix::fs::{FallocateFlags, OFlags, fallocate, fcntl_getfl, fcntl_setfl};
 
 /// What disks read and write at once.
-const BLOCK: usize = 4096;
+pub const BLOCK: usize = 4096;
 
 /// Blocks that a direct transfer moves at once.
 const BLOCKS: usize = 256;
@@ -118,6 +118,11 @@ impl Scratch {
             }
         }
     }
+}
+
+/// What a user should know of files that are not direct.
+pub fn by_the_page_cache(why: &str) -> String {
+    format!("scratch files go through the page cache, which takes memory: no direct I/O there ({why})")
 }
 
 /// Makes transfers direct, if the file system really allows it, and gives them a buffer.

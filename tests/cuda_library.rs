@@ -12,11 +12,13 @@ use dplan::runtime::cuda::gpu::AbsentError;
 use dplan::runtime::cuda::gpu::cublaslt::CublasLt;
 use dplan::safetensors::{decode, encode};
 use dplan_ir::dtype::DType;
+use dplan_ir::op::Activation;
 use dplan_ir::program::Write;
 use dplan_ir::splitmix;
-use dplan_kernels::cuda::Alignment;
+use dplan_kernels::cuda::epilogue::Lies;
 use dplan_kernels::cuda::library::Matmul;
 use dplan_kernels::cuda::product::Shape;
+use dplan_kernels::cuda::{Alignment, Tail};
 use libloading::Library;
 
 /// Numbers in memory, at an address that is aligned to so many bytes and not to twice as many.
@@ -54,6 +56,17 @@ fn lie(r: &mut dyn FnMut(u64) -> u64, [rows, columns]: [u64; 2]) -> ([u64; 2], u
     ([if rows == 1 { 0 } else { strides[0] }, if columns == 1 { 0 } else { strides[1] }], pitch * far)
 }
 
+/// What may follow a product.
+const TAILS: [&[Tail]; 7] = [
+    &[],
+    &[Tail::Bias],
+    &[Tail::Add],
+    &[Tail::Bias, Tail::Add],
+    &[Tail::Add, Tail::Bias, Tail::Act(Activation::Relu)],
+    &[Tail::Bias, Tail::Act(Activation::GeluTanh)],
+    &[Tail::Act(Activation::Relu)],
+];
+
 #[test]
 fn products_meet_the_reference() {
     let folder = common::scratch("cuda_library");
@@ -73,7 +86,7 @@ fn products_meet_the_reference() {
         (DType::F16, DType::F16),
         (DType::F16, DType::F32),
     ];
-    let mut ways = std::collections::BTreeSet::new();
+    let (mut ways, mut followed) = (std::collections::BTreeSet::new(), std::collections::BTreeSet::new());
     for case in 0..300 {
         let (elem, out) = types[r(6) as usize];
         let mut size = || [1, 2, 3, 7, 8, 17, 40][r(7) as usize];
@@ -82,19 +95,33 @@ fn products_meet_the_reference() {
         let step_a = if r(4) == 0 { 0 } else { step_a };
         let shape = Shape { m, n, k, z, a, b, out: c, batch: [step_a, step_b, step_c] };
         let (write, alignment) = ([Write::Set, Write::Add][r(2) as usize], [Alignment::Packs, Alignment::Elements][r(2) as usize]);
-        let product = Matmul::new(&shape, [elem, out], write, alignment).unwrap_or_else(|| panic!("{shape:?}"));
+        let plain = Matmul::new(&shape, [elem, out], write, alignment).unwrap_or_else(|| panic!("{shape:?}"));
+        let tails: &[Tail] = TAILS[r(TAILS.len() as u64) as usize];
+        let product = plain.followed_by(tails).unwrap_or(plain);
+        let tails = if product == plain { &[] } else { tails };
+        followed.extend(tails.iter().map(|t| format!("{t:?}")));
         ways.insert((product.left.operand, product.left.turned, product.right.turned));
         let aligned = |dtype: DType| if alignment == Alignment::Packs { 16 } else { dtype.size() as usize };
         let mut numbers = |n: u64, dtype: DType| Numbers::new((0..n + 64).map(|_| r(2000) as f64 / 500.0 - 2.0), dtype, aligned(dtype));
         let (x, y, to) = (numbers(m * k * z * 10, elem), numbers(k * n * z * 10, elem), numbers(m * n * z * 10, out));
         let before: Vec<f64> = (0..m * n * z * 10).map(|i| to.get(i)).collect();
         library.describe(&product);
-        library.multiply(&product, &[x.value(), y.value(), to.value()]);
+        // What C is added to lies as the result does; rows of it beside columns, if the result is stored turned.
+        let (bias, plus) = (numbers(n, elem), numbers(m * n * z * 10, elem));
+        let extras = tails.iter().filter_map(|t| t.operand()).map(|lies| if lies == Lies::Row { bias.value() } else { plus.value() });
+        let args: Vec<Value> = [x.value(), y.value(), to.value(), Value::Int(0)].into_iter().chain(extras).collect();
+        library.multiply(&product, &args);
         let mut written = std::collections::BTreeSet::new();
         for (w, i, j) in (0..z).flat_map(|w| (0..m).flat_map(move |i| (0..n).map(move |j| (w, i, j)))) {
             let sum: f64 = (0..k).map(|d| x.get(w * step_a + i * a[0] + d * a[1]) * y.get(w * step_b + d * b[0] + j * b[1])).sum();
             let at = w * step_c + i * c[0] + j * c[1];
             let start = if write == Write::Add { before[at as usize] } else { 0.0 };
+            let sum = tails.iter().fold(sum, |x, tail| match tail {
+                Tail::Bias => x + bias.get(j),
+                Tail::Add => x + plus.get(at),
+                Tail::Act(Activation::Relu) => x.max(0.0),
+                Tail::Act(_) | Tail::ActGrad(_) => 0.5 * x * (1.0 + (0.797_884_560_802_865_4 * (x + 0.044_715 * x * x * x)).tanh()),
+            });
             let mut bytes = [0; 8];
             encode(out, sum + start, &mut bytes, 0);
             let want = decode(out, &bytes, 0);
@@ -107,7 +134,7 @@ fn products_meet_the_reference() {
             "case {case} {product:?} writes beside its result"
         );
     }
-    assert!(ways.len() == 8, "only {ways:?}");
+    assert!(ways.len() == 8 && followed.len() == 4, "only {ways:?}, {followed:?}");
     assert!(live() > 100);
     drop(library);
     assert_eq!(live(), 0, "something was not given back");

@@ -8,6 +8,7 @@
 //! The facts about an operation ([`op`]) are its factor rule ([`rule`]), its type rule ([`infer`]), its cost ([`cost`]), its derivative ([`grad`]) and its
 //! meaning ([`interp`]); nothing else in the project knows an operation by name, but the kernels that run it.
 
+pub mod access;
 pub mod bucket;
 pub mod build;
 pub mod cost;

@@ -3,13 +3,13 @@
 mod shim;
 
 use dplan_ir::dtype::DType;
-use dplan_ir::op::{Attention, Documents, Mask, Op, Renormalize, Rope, Rotation, Router};
+use dplan_ir::op::{Activation, Attention, Documents, Mask, Op, Renormalize, Rope, Rotation, Router};
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::order::Order;
 use dplan_ir::program::Write;
 use dplan_kernels::cuda::flat::{self, Trust, TrustSums, Update};
 use dplan_kernels::cuda::product::TILES;
-use dplan_kernels::cuda::{Alignment, Launch, Target};
+use dplan_kernels::cuda::{Alignment, Launch, Tail, Target};
 use dplan_kernels::jit::{self, Arch, Cache, Found, JitError, Nvrtc};
 use shim::{Case, Random, TARGET, letter, make, spec};
 use std::path::Path;
@@ -29,7 +29,19 @@ fn nvrtc() -> Option<Nvrtc> {
 
 fn case(op: Op, ins: &[usize], outs: &[usize], letters: Vec<(char, u64, u64, u64)>, dtype: DType) -> Case {
     let ranks = (ins.to_vec(), outs.to_vec());
-    Case { op, ranks, letters, dtype, out: None, write: Write::Set, alignment: Alignment::Packs, top_k: 2, order: Order::Straight, target: TARGET }
+    Case {
+        op,
+        ranks,
+        letters,
+        dtype,
+        out: None,
+        write: Write::Set,
+        alignment: Alignment::Packs,
+        top_k: 2,
+        order: Order::Straight,
+        target: TARGET,
+        tails: Vec::new(),
+    }
 }
 
 /// One of each family at the sizes of real models, but for the number of rows, which is no part of a text.
@@ -45,8 +57,8 @@ fn cases(dtype: DType) -> Vec<Case> {
     let rope = Rope::whole(Rotation::Forward, (0..64).map(|i| 1e4f64.powf(-f64::from(i) / 64.0)).collect());
     let renormalize = Renormalize::Yes;
     let mut all = vec![
-        case(Op::GatedGrad(dplan_ir::op::Activation::Silu), &[3, 3, 3], &[3, 3], rows(), dtype),
-        case(Op::Act(dplan_ir::op::Activation::GeluTanh), &[3], &[3], rows(), dtype),
+        case(Op::GatedGrad(Activation::Silu), &[3, 3, 3], &[3, 3], rows(), dtype),
+        case(Op::Act(Activation::GeluTanh), &[3], &[3], rows(), dtype),
         case(Op::Dropout { rate: 0.1 }, &[3], &[3], rows(), dtype),
         case(Op::Dropout { rate: 0.1 }, &[2], &[2], vec![letter('a', 1), letter('b', 3)], dtype),
         case(Op::RmsNorm { eps }, &[3, 1], &[3], rows(), dtype),
@@ -69,6 +81,9 @@ fn cases(dtype: DType) -> Vec<Case> {
         case(Op::Einsum(spec("bsf", "fh", "bsh")), &[3, 2], &[3], mlp(), dtype),
         case(Op::Einsum(spec("bsf", "bsh", "fh")), &[3, 3], &[2], mlp(), dtype),
     ];
+    // Products with what follows them, on whatever units they are computed.
+    let follows = [&[Tail::Bias, Tail::Act(Activation::GeluTanh), Tail::Add][..], &[Tail::ActGrad(Activation::Silu), Tail::Bias]];
+    all.extend(follows.map(|tails| Case { tails: tails.to_vec(), ..case(Op::Einsum(spec("bsh", "fh", "bsf")), &[3, 2], &[3], mlp(), dtype) }));
     for d in [64, 128] {
         all.push(case(Op::Attention(attention), &[5, 4, 4], &[5, 4], heads(d), dtype));
         all.push(case(Op::AttentionGrad(attention), &[5, 4, 4, 5, 4, 5], &[5, 4, 4], heads(d), dtype));
@@ -152,7 +167,7 @@ fn kernels_in_f32_fit() {
     all_fit(Arch::Sm80, DType::F32);
 }
 
-/// Products by warpgroups: every transposition, experts' rows, both tiles, sums added to and results that take one element at a time.
+/// Products by warpgroups: every transposition, experts' rows, both tiles, sums added to, results that take one element at a time, and what may follow.
 fn warpgroups() -> Vec<Launch> {
     let letters = |f| vec![letter('b', 1), letter('s', 64), letter('e', 4), letter('h', 64), letter('f', f)];
     let products = [("bsh", "fh", "bsf"), ("bsf", "fh", "bsh"), ("bsf", "bsh", "fh"), ("hs", "fh", "sf")];
@@ -160,9 +175,16 @@ fn warpgroups() -> Vec<Launch> {
     let odd = case(Op::Einsum(spec("bsh", "fh", "bsf")), &[3, 2], &[3], letters(63), DType::F16);
     let sum = Case { out: Some(DType::F32), write: Write::Add, ..case(Op::Einsum(spec("bsf", "bsh", "fh")), &[3, 3], &[2], letters(64), DType::F16) };
     let experts = case(Op::ExpertEinsum(spec("bseh", "efh", "bsef")), &[4, 3, 3], &[4], letters(64), DType::Bf16);
+    let follows =
+        |tails: &[Tail], f| Case { tails: tails.to_vec(), ..case(Op::Einsum(spec("bsh", "fh", "bsf")), &[3, 2], &[3], letters(f), DType::Bf16) };
+    let followed = [
+        follows(&[Tail::Bias, Tail::Add], 64),
+        follows(&[Tail::Bias, Tail::Act(Activation::GeluTanh)], 63),
+        Case { write: Write::Add, out: Some(DType::F32), ..follows(&[Tail::ActGrad(Activation::Gelu), Tail::Add], 64) },
+    ];
     let mut random = Random(4);
     let mut all = Vec::new();
-    for case in plain.into_iter().chain([odd, sum, experts]) {
+    for case in plain.into_iter().chain([odd, sum, experts]).chain(followed) {
         for tiles in [TILES.split_at(1).0, TILES.split_at(2).0.split_at(1).1] {
             let routine = make(&Case { target: Target { tiles, ..Target::of(Arch::Sm90a) }, ..case.clone() }, &mut random).routine;
             all.extend(routine.launches.into_iter().filter(|l| l.entry == "dp_gemm_wgmma"));
@@ -190,7 +212,7 @@ fn products_by_warpgroups_fit() {
     let Some(nvrtc) = nvrtc() else { return };
     let cache = cache("jit_warpgroups");
     let all = warpgroups();
-    assert_eq!(all.len(), 14);
+    assert_eq!(all.len(), 20);
     for launch in all {
         let begin = Instant::now();
         let (made, _) = cache.compile(&nvrtc, &jit::text(&launch), Arch::Sm90a).unwrap_or_else(|e| panic!("{e}"));

@@ -12,7 +12,19 @@ use shim::{Case, Prepared, Random, TARGET, folder, letter, make, spec};
 
 fn case(op: Op, ins: &[usize], outs: &[usize], letters: Vec<(char, u64, u64, u64)>, dtype: DType) -> Case {
     let ranks = (ins.to_vec(), outs.to_vec());
-    Case { op, ranks, letters, dtype, out: None, write: Write::Add, alignment: Alignment::Packs, top_k: 2, order: Order::Straight, target: TARGET }
+    Case {
+        op,
+        ranks,
+        letters,
+        dtype,
+        out: None,
+        write: Write::Add,
+        alignment: Alignment::Packs,
+        top_k: 2,
+        order: Order::Straight,
+        target: TARGET,
+        tails: Vec::new(),
+    }
 }
 
 /// A case for each text that has barriers of its own.

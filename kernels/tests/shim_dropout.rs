@@ -57,6 +57,7 @@ fn kernels_drop_what_cpu_ranks_drop() {
                 top_k: 0,
                 order,
                 target: TARGET,
+                tails: Vec::new(),
             };
             prepared.push((make(&case, &mut random), case));
         }

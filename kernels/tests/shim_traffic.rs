@@ -26,6 +26,7 @@ fn kernels_move_little_more_than_they_must() {
         top_k: 2,
         order: Order::Straight,
         target: TARGET,
+        tails: Vec::new(),
     };
     let eps = 1e-5;
     let cases = [

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use dplan::runtime::cuda::driver::{Address, Queue, Value};
-use dplan::runtime::cuda::gpu::cublaslt::{CublasLt, Places, Product, WORKSPACE};
+use dplan::runtime::cuda::gpu::cublaslt::{CublasLt, Product, WORKSPACE};
 use dplan_kernels::cuda::library::Matmul;
 use dplan_kernels::shim;
 
@@ -44,14 +44,9 @@ impl ByLibrary {
     }
     /// A product that was described, of a launch's arguments.
     pub fn multiply(&mut self, product: &Matmul, values: &[Value]) {
-        let at = |i: usize| match values[i] {
-            Value::Memory { at, .. } | Value::Tensor { at, .. } => at,
-            Value::Int(i) => panic!("{i} is no matrix"),
-        };
         let workspace = self.workspace.as_ptr();
         let workspace = Address(workspace as u64 + workspace.align_offset(256) as u64);
-        let places = Places { operands: [at(0), at(1)], out: at(2), workspace };
-        self.library.multiply(self.described[product], places, Queue(0)).unwrap_or_else(|e| panic!("{e}"));
+        self.library.multiply(self.described[product], values, workspace, Queue(0)).unwrap_or_else(|e| panic!("{e}"));
         self.multiplied += 1;
     }
 }

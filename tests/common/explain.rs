@@ -2,7 +2,8 @@
 
 use dplan::runtime::cuda::load::{Action, Code, Primitive, Reduction};
 use dplan::runtime::scratch::Way;
-use dplan_ir::program::{Content, Instr, Pattern, Program, Space, Stream};
+use dplan_ir::access::Access;
+use dplan_ir::program::{Content, Instr, Issue, Pattern, Program, Space, Stream, Write};
 use dplan_ir::sharding::Monoid;
 use dplan_kernels::cuda::SCALAR_BYTES;
 
@@ -29,19 +30,24 @@ pub fn explain(program: &Program, code: &Code, log: &[Call]) -> Result<(), Strin
     }
     for issue in &stage.schedule {
         let segment = &stage.segments[issue.segment];
-        for (instr, (_, action)) in segment.body.iter().zip(&code.segments[issue.segment.0 as usize]) {
+        let actions = &code.segments[issue.segment.0 as usize];
+        for (place, (instr, (_, action))) in segment.body.iter().zip(actions).enumerate() {
             let on = instr.stream as usize;
             let bytes = |b: &dplan_ir::entity::BufferId| stage.buffers[*b].bytes;
             let entries: Vec<&str> = action.routines().flat_map(|r| &r.launches).map(|l| l.entry).collect();
             let what = format!("of {:?} in {}", instr.instr, segment.kind.name());
+            if let Action::Within(later) = action {
+                within(&segment.body, actions, place, *later).map_err(|why| format!("{why} {what}"))?;
+                continue;
+            }
             match &instr.instr {
                 Instr::Update { state, trust: Some(_), .. } => {
-                    // One for each parameter that the rank has something of: a piece may be all padding.
+                    // A piece may be all padding: then the rank has nothing of any parameter.
                     let Content::Flat { bucket, pieces, .. } = stage.buffers[*state].content else { return Err(what) };
                     let elems = bytes(state) / stage.buffers[*state].dtype.size();
-                    let parts = stage.buckets[bucket].parts(program.mesh.position(code.local_rank, pieces) * elems, elems).len();
-                    if entries.len() != parts {
-                        return Err(format!("{} kernels for {parts} parameters {what}", entries.len()));
+                    let parts = stage.buckets[bucket].parts(program.mesh.position(code.local_rank, pieces) * elems, elems);
+                    if entries.is_empty() != parts.is_empty() {
+                        return Err(format!("{} kernels for {} parameters {what}", entries.len(), parts.len()));
                     }
                     calls.launches(&entries, on, &what)?;
                 }
@@ -159,6 +165,28 @@ pub fn explain(program: &Program, code: &Code, log: &[Call]) -> Result<(), Strin
         return Err(format!("after the last instruction: {rest:?}, {end:?}"));
     }
     Ok(())
+}
+
+/// What an instruction does is done by a later one's kernel: nobody else reads its result before it is written again, and whoever does is that one, or on the way to it.
+fn within(body: &[Issue], actions: &[(Stream, Action)], place: usize, later: usize) -> Result<(), String> {
+    let Instr::Run { outs, write: Write::Set, .. } = &body[place].instr else { return Err("only a result that is set is never there".into()) };
+    let mut readers = Vec::new();
+    for (at, issue) in body.iter().enumerate().skip(place + 1) {
+        let (mut reads, mut writes) = (false, false);
+        issue.instr.accesses(|b, access| match access {
+            Access::Read => reads |= outs.contains(&b),
+            Access::Write => writes |= outs.contains(&b),
+        });
+        readers.extend(reads.then_some(at));
+        if writes {
+            break;
+        }
+    }
+    let goes_on = |at: usize| at == later && matches!(actions[at].1, Action::Run { .. }) || actions[at].1 == Action::Within(later);
+    match readers[..] {
+        [at] if at <= later && goes_on(at) && body[at].stream == body[place].stream => Ok(()),
+        _ => Err(format!("instructions {readers:?} read what instruction {later} is to do")),
+    }
 }
 
 /// What NCCL is asked for. It knows no log-sum-exp: kernels do that with what all gathered.

@@ -3,6 +3,8 @@
 //! The library's matrices have contiguous columns: D = X Y, where D is p × q, and X (p × k) and Y (k × q) are each stored so or turned. Of a product whose result has
 //! contiguous rows, D is the result turned: X is b turned, Y is a turned.
 //!
+//! What follows a product it does too, if it is D = f(X Y + C + bias) with one number of the bias for each row of D.
+//!
 //! **Who multiplies** is looked up in a table, never found out while ranks run: all ranks must round alike. A row is a product that was timed both ways; it speaks for the
 //! products of its kind whose sizes are each within a factor of four, the nearest row first. Where no row speaks, the generated kernel is taken. Rows that this machine has
 //! measured are kept beside its cubins, and come before those that are known from publications ([`PUBLISHED`]).
@@ -10,11 +12,12 @@
 use std::fmt;
 
 use dplan_ir::dtype::DType;
+use dplan_ir::op::Activation;
 use dplan_ir::program::Write;
 
-use super::Alignment;
 use super::arch::Arch;
 use super::product::Shape;
+use super::{Alignment, Tail};
 
 /// What rows stand in without a measurement. `dplan` has none of its own.
 pub const PUBLISHED: &str = include_str!("products.txt");
@@ -36,6 +39,21 @@ pub struct Matmul {
     pub step: u64,
     pub write: Write,
     pub alignment: Alignment,
+    /// Which arguments of the launch are the bias and C, unless C is D ([`Write::Add`]).
+    pub bias: Option<usize>,
+    pub plus: Option<usize>,
+    pub curve: Option<Curve>,
+}
+
+/// Where a launch's arguments have the operands of what follows its product.
+const FIRST_EXTRA: usize = 4;
+
+/// What the library can make of a sum.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Curve {
+    Relu,
+    /// By the hyperbolic tangent.
+    Gelu,
 }
 
 /// One of the two that are multiplied.
@@ -69,7 +87,26 @@ impl Matmul {
         let (left, right) = if turned { (factor(1, b)?, factor(0, a)?) } else { (factor(0, a)?, factor(1, b)?) };
         let most = [p, q, s.k, s.z, pitch, left.pitch, right.pitch].into_iter().max()?;
         let fits = !changed && most < 1 << 31 && [p, q, s.k, s.z].iter().all(|&n| n > 0);
-        fits.then_some(Matmul { elem, out, sizes: [p, q, s.k], batch: s.z, left, right, pitch, step: s.batch[2], write, alignment })
+        let (sizes, batch, step) = ([p, q, s.k], s.z, s.batch[2]);
+        let made = Matmul { elem, out, sizes, batch, left, right, pitch, step, write, alignment, bias: None, plus: None, curve: None };
+        fits.then_some(made)
+    }
+    /// The product and what follows it; `None` if the library does not do that.
+    pub fn followed_by(self, tails: &[Tail]) -> Option<Matmul> {
+        let (mut made, mut extras) = (self, FIRST_EXTRA..);
+        for tail in tails {
+            let at = tail.operand().and_then(|_| extras.next());
+            let plain = made.curve.is_none();
+            match *tail {
+                // A row of the result is a column of D, unless D is turned.
+                Tail::Bias if plain && made.bias.is_none() && self.left.operand == 1 && self.out == self.elem => made.bias = at,
+                Tail::Add if plain && made.plus.is_none() && self.write == Write::Set && self.out == self.elem => made.plus = at,
+                Tail::Act(Activation::Relu) if plain && self.write == Write::Set => made.curve = Some(Curve::Relu),
+                Tail::Act(Activation::GeluTanh) if plain && self.write == Write::Set => made.curve = Some(Curve::Gelu),
+                Tail::Bias | Tail::Add | Tail::Act(_) | Tail::ActGrad(_) => return None,
+            }
+        }
+        Some(made)
     }
 }
 

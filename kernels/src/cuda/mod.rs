@@ -15,6 +15,7 @@ pub mod arch;
 pub mod attention;
 pub mod dropout;
 pub mod embed;
+pub mod epilogue;
 pub mod flat;
 pub mod library;
 pub mod loss;
@@ -34,6 +35,7 @@ use dplan_ir::rule::rule;
 use dplan_ir::sharding::LocalType;
 
 pub use arch::Target;
+pub use epilogue::{Epilogue, Tail};
 pub use tensor::TensorMap;
 
 /// What a kernel is, for tables.
@@ -102,7 +104,7 @@ pub struct Launch {
     /// Dynamic shared memory, bytes.
     pub shared: u32,
     pub args: Vec<Arg>,
-    /// The same for a library, if it is better at it: its operands are the first two arguments, its result is the third.
+    /// The same for a library, if it is better at it: its factors are the first two arguments, its result is the third.
     pub instead: Option<library::Matmul>,
 }
 
@@ -154,6 +156,7 @@ pub fn scalars(at: &dplan_ir::optimizer::StepScalars) -> Scalars {
 }
 
 /// An op on blocks of one size and place.
+#[derive(Clone, Copy)]
 pub struct Descriptor<'a> {
     pub op: &'a Op,
     pub context: &'a OpContext,
@@ -162,6 +165,8 @@ pub struct Descriptor<'a> {
     pub write: Write,
     pub alignment: Alignment,
     pub target: Target,
+    /// Ops that a product does besides, whose operands follow those of `op`; the results are then theirs.
+    pub epilogue: Epilogue<'a>,
 }
 
 /// The kernels of an op.
@@ -169,6 +174,9 @@ pub struct Descriptor<'a> {
 /// # Errors
 /// If there is none for its types or sizes.
 pub fn prepare(d: &Descriptor<'_>) -> Result<Routine, PrepareError> {
+    if !d.epilogue.tails.is_empty() && !matches!(d.op, Op::Einsum(_)) {
+        return Err(PrepareError::Missing("what follows an op that is no product"));
+    }
     let mut b = source::Builder::new(d)?;
     let ranks = |types: &[LocalType]| types.iter().map(|t| t.dims.len()).collect::<Vec<_>>();
     let rule = rule(d.op, &ranks(d.ins), &ranks(d.outs));
@@ -228,6 +236,8 @@ pub fn prepare(d: &Descriptor<'_>) -> Result<Routine, PrepareError> {
         Op::Attention(a) => attention::forward(&mut b, a)?,
         Op::AttentionGrad(a) => attention::backward(&mut b, a)?,
     }
-    let cost = op_cost(d.op, &d.ins.iter().collect::<Vec<_>>(), &d.outs.iter().collect::<Vec<_>>());
+    let mut cost = op_cost(d.op, &d.ins.iter().collect::<Vec<_>>(), &d.outs.iter().collect::<Vec<_>>());
+    cost.flops += d.epilogue.tails.len() as u64 * d.outs[0].elems();
+    cost.bytes += d.epilogue.operands.iter().map(LocalType::bytes).sum::<u64>();
     Ok(Routine { launches: b.launches, aux: b.aux, cost })
 }

@@ -40,13 +40,16 @@ pub fn config(input: DType, output: DType, acc: DType, [ins, outs]: [u64; 2], pa
 pub fn text(config: Config, expression: &str, activation: Option<Activation>) -> String {
     let (config, act) = match activation {
         None => (config, ""),
-        Some(f) => {
-            let (number, limit) = number(f);
-            (config.int("ACT", number).int("LIMIT", limit.into()), include_str!("text/activation.cuh"))
-        }
+        Some(f) => self::activation(config, f),
     };
     let expression = format!("DP_DEVICE void expression(acc x, acc y, acc z, acc& u, acc& v) {{ {expression} }}\n");
     config.text(&[act, &expression, include_str!("text/pointwise.cuh")])
+}
+
+/// Which activation the text `activation` computes, and that text. Config: acc.
+pub fn activation(config: Config, f: Activation) -> (Config, &'static str) {
+    let (number, limit) = number(f);
+    (config.int("ACT", number).int("LIMIT", limit.into()), include_str!("text/activation.cuh"))
 }
 
 /// What the text calls an activation, and its limit.

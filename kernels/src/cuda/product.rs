@@ -44,6 +44,7 @@ pub fn einsum(b: &mut Builder<'_>, spec: &Spec) -> Result<(), PrepareError> {
     let (left, right, out) = (dims(&b.d.ins[0].dims), dims(&b.d.ins[1].dims), dims(&b.d.outs[0].dims));
     let product = cpu::product::Product::new(spec, &left, &right, &out).map_err(refused)?;
     let shape = shape(product.roles());
+    b.d.epilogue.check(&shape, b.elem)?;
     launch(b, shape, Grouped::No);
     Ok(())
 }
@@ -104,25 +105,20 @@ fn launch(b: &mut Builder<'_>, shape: Shape, grouped: Grouped) {
     }
     if let (Grouped::No, Some(launch)) = (grouped, b.launches.last_mut()) {
         let (d, of) = (b.d, [b.elem, b.d.outs[0].dtype]);
-        launch.instead = Matmul::new(&shape, of, d.write, d.alignment).filter(|m| d.target.library.takes(d.target.arch, m));
+        let made = Matmul::new(&shape, of, d.write, d.alignment).and_then(|m| m.followed_by(d.epilogue.tails));
+        launch.instead = made.filter(|m| d.target.library.takes(d.target.arch, m));
     }
 }
 
 /// On the arithmetic units: f32 and f64, so that nothing is rounded that the type does not round.
 fn plain(b: &mut Builder<'_>, s: Shape, grouped: Grouped) {
     const TILE: u64 = 64;
-    let config = Config::default()
-        .ty("in_t", b.elem)
-        .ty("out_t", b.d.outs[0].dtype)
-        .ty("acc", b.acc)
-        .int("THREADS", 256)
-        .flag("ADD", b.add())
-        .flag("A_ROWS", s.a[0] == 1 && s.m > 1)
-        .flag("B_ROWS", s.b[0] == 1 && s.k > 1);
-    let text = group(config, grouped).text(&[include_str!("text/gemm_plain.cuh")]);
+    let (a_rows, b_rows) = (s.a[0] == 1 && s.m > 1, s.b[0] == 1 && s.k > 1);
+    let layout = Layout { a_rows, b_rows, packs: false, pairs: Layout::pairs(b, &s) };
+    let text = text(b, config(b, [TILE; 2], &layout, 256), grouped, &[include_str!("text/gemm_plain.cuh")]);
     let blocks = s.z * s.m.div_ceil(TILE) * s.n.div_ceil(TILE);
     let shared = 2 * 16 * (TILE + 4) * b.acc.size();
-    b.launch(Family::Gemm, "dp_gemm_plain", text, Size::blocks(blocks, 256, shared), args(&s, grouped));
+    b.launch(Family::Gemm, "dp_gemm_plain", text, Size::blocks(blocks, 256, shared), args(b, &s, grouped));
 }
 
 /// A way to cut a product for the matrix units.
@@ -186,8 +182,10 @@ impl Layout {
         // Every row begins at a multiple of eight elements.
         let pitches = [if a_rows { s.a[1] } else { s.a[0] }, if b_rows { s.b[1] } else { s.b[0] }, s.batch[0], s.batch[1]];
         let packs = contiguous && b.d.alignment == Alignment::Packs && pitches.iter().all(|p| p % 8 == 0);
-        let pairs = b.d.alignment == Alignment::Packs && s.out[1] == 1 && [s.n, s.out[0], s.batch[2]].iter().all(|x| x % 2 == 0);
-        Layout { a_rows, b_rows, packs, pairs }
+        Layout { a_rows, b_rows, packs, pairs: Layout::pairs(b, s) }
+    }
+    fn pairs(b: &Builder<'_>, s: &Shape) -> bool {
+        b.d.alignment == Alignment::Packs && s.out[1] == 1 && [s.n, s.out[0], s.batch[2]].iter().all(|x| x % 2 == 0)
     }
     /// Both operands as the copy engine takes them.
     fn tensors(&self, b: &Builder<'_>, s: &Shape, grouped: Grouped) -> Option<[TensorMap; 2]> {
@@ -222,40 +220,47 @@ fn matrix_units(b: &mut Builder<'_>, s: Shape, grouped: Grouped) {
     }
 }
 
-/// What both kernels' configs have.
-fn config(b: &Builder<'_>, t: &Tiles, layout: &Layout, threads: u64) -> Config {
+/// What all kernels' configs have, of blocks that take so much of the result at a time.
+fn config(b: &Builder<'_>, block: [u64; 2], layout: &Layout, threads: u64) -> Config {
     Config::default()
         .ty("elem", b.elem)
+        .ty("acc", b.acc)
         .ty("out_t", b.d.outs[0].dtype)
         .int("THREADS", threads)
         .flag("ADD", b.add())
         .flag("A_ROWS", layout.a_rows)
         .flag("B_ROWS", layout.b_rows)
         .flag("PAIRS", layout.pairs)
-        .int("BM", t.block[0])
-        .int("BN", t.block[1])
-        .int("STAGES", t.stages)
+        .int("BM", block[0])
+        .int("BN", block[1])
+}
+
+/// A kernel's text: what follows the product, what all kernels have in common, its own.
+fn text(b: &Builder<'_>, config: Config, grouped: Grouped, own: &[&str]) -> String {
+    let (config, tails) = b.d.epilogue.text(group(config, grouped));
+    config.text(&[&[&tails, include_str!("text/gemm_out.cuh")], own].concat())
 }
 
 fn warps(b: &mut Builder<'_>, s: Shape, grouped: Grouped, t: &Tiles, warp: [u64; 2], layout: &Layout) {
     let threads = t.block[0] / warp[0] * (t.block[1] / warp[1]) * 32;
-    let config = config(b, t, layout, threads).flag("ASYNC", layout.packs).int("BK", t.deep).int("WM", warp[0]).int("WN", warp[1]);
-    let text = group(config, grouped).text(&[include_str!("text/tiles.cuh"), include_str!("text/gemm_mma.cuh")]);
+    let config = config(b, t.block, layout, threads).int("STAGES", t.stages);
+    let config = config.flag("ASYNC", layout.packs).int("BK", t.deep).int("WM", warp[0]).int("WN", warp[1]);
+    let text = text(b, config, grouped, &[include_str!("text/tiles.cuh"), include_str!("text/gemm_mma.cuh")]);
     let tile = |rows: bool, side: u64| if rows { t.deep * (side + 8) } else { side * (t.deep + 8) };
     // Of b, neighbours in k are rows of [n][k]; of a, neighbours in m are rows of [k][m].
     let b_tile = if layout.b_rows { t.block[1] * (t.deep + 8) } else { t.deep * (t.block[1] + 8) };
     let shared = t.stages * (tile(layout.a_rows, t.block[0]) + b_tile) * 2;
-    b.launch(Family::Gemm, "dp_gemm_mma", text, Size::blocks(t.blocks(&s), threads, shared), args(&s, grouped));
+    b.launch(Family::Gemm, "dp_gemm_mma", text, Size::blocks(t.blocks(&s), threads, shared), args(b, &s, grouped));
 }
 
 /// A block on each multiprocessor takes tiles until there are none.
 fn warpgroups(b: &mut Builder<'_>, s: Shape, grouped: Grouped, t: &Tiles, layout: &Layout, [of_a, of_b]: [TensorMap; 2]) {
     let threads = t.block[0] * 2 + 32;
-    let text = group(config(b, t, layout, threads), grouped).text(&[include_str!("text/gemm_wgmma.cuh")]);
+    let text = text(b, config(b, t.block, layout, threads).int("STAGES", t.stages), grouped, &[include_str!("text/gemm_wgmma.cuh")]);
     let tiles = t.blocks(&s);
     let shared = t.stages * ((t.block[0] + t.block[1]) * t.deep * 2 + 2 * 8);
     let sizes = [tiles, s.m, s.n, s.k, s.out[0], s.out[1], s.batch[2]];
-    let operands = [Arg::Tensor(0, of_a), Arg::Tensor(1, of_b), Arg::Out(0), starts(grouped)];
+    let operands = [Arg::Tensor(0, of_a), Arg::Tensor(1, of_b), Arg::Out(0), starts(grouped), b.extra(0), b.extra(1)];
     let args = operands.into_iter().chain(sizes.map(int)).collect();
     let size = Size::blocks(tiles.min(b.d.target.arch.multiprocessors()), threads, shared);
     b.launch(Family::Gemm, "dp_gemm_wgmma", text, size, args);
@@ -280,7 +285,7 @@ fn starts(grouped: Grouped) -> Arg {
     }
 }
 
-fn args(s: &Shape, grouped: Grouped) -> Vec<Arg> {
+fn args(b: &Builder<'_>, s: &Shape, grouped: Grouped) -> Vec<Arg> {
     let sizes = [s.m, s.n, s.k, s.a[0], s.a[1], s.b[0], s.b[1], s.out[0], s.out[1], s.batch[0], s.batch[1], s.batch[2]];
-    [Arg::In(0), Arg::In(1), Arg::Out(0), starts(grouped)].into_iter().chain(sizes.map(int)).collect()
+    [Arg::In(0), Arg::In(1), Arg::Out(0), starts(grouped), b.extra(0), b.extra(1)].into_iter().chain(sizes.map(int)).collect()
 }

@@ -102,6 +102,10 @@ impl<'a> Builder<'a> {
         // A text names operands that its config does not read; any address will do for them.
         if at < self.d.ins.len() { Arg::In(at) } else { Arg::Scalars }
     }
+    /// The operand of an epilogue; any address if it has none.
+    pub fn extra(&self, at: usize) -> Arg {
+        if at < self.d.epilogue.operands.len() { Arg::In(self.d.ins.len() + at) } else { Arg::Scalars }
+    }
     pub fn output(&self, at: usize) -> Arg {
         Arg::Out(at.min(self.d.outs.len() - 1))
     }

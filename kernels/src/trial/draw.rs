@@ -6,10 +6,10 @@ use dplan_ir::order::Order;
 use dplan_ir::program::Write;
 
 use super::{Case, Random, TARGET, letter, spec};
-use crate::cuda::Alignment;
+use crate::cuda::{Alignment, Tail};
 
 /// Families, each with what draws a case of it.
-pub const FAMILIES: [(&str, fn(&mut Random) -> Case); 12] = [
+pub const FAMILIES: [(&str, fn(&mut Random) -> Case); 14] = [
     ("pointwise", pointwise),
     ("norm", norm),
     ("columns", columns),
@@ -20,6 +20,8 @@ pub const FAMILIES: [(&str, fn(&mut Random) -> Case); 12] = [
     ("experts", experts),
     ("products", products),
     ("products_in_eights", products_in_eights),
+    ("products_and_more", |r| products_and_more(r, &FOLLOWED, Rows::Any)),
+    ("products_and_more_in_eights", |r| products_and_more(r, FOLLOWED.split_at(3).1.split_at(5).0, Rows::Eights)),
     ("attention", attention),
     ("attention_on_matrix_units", attention_on_matrix_units),
 ];
@@ -37,7 +39,63 @@ const MODES: [(DType, Write, Alignment); 6] = [
 /// A case of an op, in one of the modes.
 pub fn case(random: &mut Random, op: Op, ins: &[usize], outs: &[usize], letters: Vec<(char, u64, u64, u64)>) -> Case {
     let (dtype, write, alignment) = MODES[random.below(MODES.len() as u64) as usize];
-    Case { op, ranks: (ins.to_vec(), outs.to_vec()), letters, dtype, out: None, write, alignment, top_k: 2, order: Order::Straight, target: TARGET }
+    Case {
+        op,
+        ranks: (ins.to_vec(), outs.to_vec()),
+        letters,
+        dtype,
+        out: None,
+        write,
+        alignment,
+        top_k: 2,
+        order: Order::Straight,
+        target: TARGET,
+        tails: Vec::new(),
+    }
+}
+
+/// Types, write and alignment of a product, and what follows it.
+pub type Followed = (DType, Option<DType>, Write, Alignment, &'static [Tail]);
+
+const SILU: Tail = Tail::Act(Activation::Silu);
+/// Every tail, after every other that it may follow, in every type, set and added to, aligned and not: on arithmetic units, then on matrix units, those first that a copy engine
+/// can read for.
+pub const FOLLOWED: [Followed; 10] = [
+    (DType::F32, None, Write::Set, Alignment::Packs, &[Tail::Bias, Tail::Act(Activation::GeluTanh)]),
+    (DType::F32, None, Write::Add, Alignment::Elements, &[Tail::Add, Tail::Bias]),
+    (DType::F64, None, Write::Set, Alignment::Packs, &[Tail::ActGrad(Activation::Gelu)]),
+    (DType::Bf16, None, Write::Set, Alignment::Packs, &[Tail::Bias]),
+    (DType::Bf16, None, Write::Set, Alignment::Packs, &[Tail::Add]),
+    (DType::Bf16, Some(DType::F32), Write::Set, Alignment::Packs, &[Tail::Bias, Tail::Add]),
+    (DType::F16, None, Write::Set, Alignment::Packs, &[Tail::ActGrad(Activation::Relu)]),
+    (DType::Bf16, None, Write::Add, Alignment::Packs, &[Tail::Bias, SILU, Tail::Add]),
+    (DType::F16, Some(DType::F32), Write::Add, Alignment::Elements, &[SILU, Tail::Add]),
+    (DType::Bf16, None, Write::Set, Alignment::Elements, &[Tail::Bias, Tail::ActGrad(Activation::QuickGelu)]),
+];
+
+/// How long rows of operands are.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Rows {
+    Any,
+    /// Multiples of eight, as a copy engine reads them.
+    Eights,
+}
+
+/// A product with what follows it, which of the modes goes with which way to lie.
+pub fn products_and_more(r: &mut Random, modes: &[Followed], rows: Rows) -> Case {
+    // Operands, and the letters that are contiguous in them.
+    const PRODUCTS: [(&str, &str, &str, &str); 3] = [("bsh", "fh", "bsf", "h"), ("bsf", "fh", "bsh", "fh"), ("gbd", "gds", "gbs", "ds")];
+    let mode = r.below(modes.len() as u64) as usize;
+    let ((dtype, out, write, alignment, tails), (a, b, c, contiguous)) = (modes[mode], PRODUCTS[mode % 3]);
+    let letters = "bshfgd".chars().map(|l| match l {
+        'b' if !c.starts_with('g') => letter(l, r.size(2)),
+        'g' => letter(l, r.size(3)),
+        _ if rows == Rows::Eights && contiguous.contains(l) => letter(l, 8 * r.size(17)),
+        _ => letter(l, r.size(140)),
+    });
+    let letters = letters.collect();
+    let drawn = case(r, Op::Einsum(spec(a, b, c)), &[a.len(), b.len()], &[c.len()], letters);
+    Case { dtype, out, write, alignment, tails: tails.to_vec(), ..drawn }
 }
 
 fn abc(random: &mut Random, most: u64) -> Vec<(char, u64, u64, u64)> {

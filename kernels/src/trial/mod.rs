@@ -9,6 +9,7 @@ pub mod flat;
 use crate::cpu::block::{Block, BlockMut};
 use crate::cpu::{Kernel, Run, Threads};
 use crate::cuda::arch::Arch;
+use crate::cuda::epilogue::{Epilogue, Lies, Tail};
 use crate::cuda::{self, Alignment, Descriptor, Launch, Routine, Target, prepare};
 use crate::shim::{self, Library, Options, Ran};
 use dplan_ir::documents::first_positions;
@@ -66,6 +67,8 @@ pub struct Case {
     /// Of the positions, where the op knows any.
     pub order: Order,
     pub target: Target,
+    /// What follows a product.
+    pub tails: Vec<Tail>,
 }
 
 pub fn spec(left: &str, right: &str, out: &str) -> Spec {
@@ -308,7 +311,9 @@ pub fn make(case: &Case, random: &mut Random) -> Prepared {
         });
         with.collect()
     };
-    let want = add(eval(op, &context, &refs, &out_types));
+    let row = rule.outs.first().and_then(|(labels, _)| labels.last()).map_or(1, |&l| extent(l).len);
+    let (made, extras) = follow(case, &context, eval(op, &context, &refs, &out_types), &out_types, row, &mut |dtype| number(random, dtype));
+    let want = add(made);
     let mut bounds: Vec<Option<Vec<f64>>> = vec![None; out_types.len()];
     match op {
         // 8 √K 2⁻²⁴ Σ|a||b|: the same product of absolute values.
@@ -320,23 +325,68 @@ pub fn make(case: &Case, random: &mut Random) -> Prepared {
             let terms: f64 = spec.left.chars().filter(|l| !spec.out.contains(*l)).map(|l| extent(l).len as f64).product();
             let sums = eval(op, &context, &positive.iter().collect::<Vec<_>>(), &out_types).swap_remove(0).data;
             let unit = 8.0 * terms.sqrt().max(1.0) * 2f64.powi(-24);
-            bounds[0] = Some(sums.iter().zip(&want[0]).map(|(s, w)| unit * (s + w.abs())).collect());
+            // What follows makes at most an eighth more of an error in the sum, and adds a few of its own.
+            let of_tails = case.tails.len() as f64 * 2f64.powi(-21);
+            let more = if case.tails.is_empty() { 1.0 } else { 1.125 };
+            let follows = |i: usize| of_tails * (1.0 + sums[i] + extras.iter().map(|(t, _)| t.data[i % t.data.len()].abs()).sum::<f64>());
+            bounds[0] = Some(sums.iter().zip(&want[0]).enumerate().map(|(i, (s, w))| more * unit * (s + w.abs()) + follows(i)).collect());
         }
         Op::Attention(a) | Op::AttentionGrad(a) if dtype.size() == 2 => bounds = attention_bounds(a, &context, &ins, *dtype),
         _ => {}
     }
-    let d = Descriptor { op, context: &context, ins: &in_types, outs: &out_types, write: case.write, alignment: case.alignment, target: case.target };
+    let extra_types: Vec<LocalType> = extras.iter().map(|(_, ty)| ty.clone()).collect();
+    let d = Descriptor {
+        op,
+        context: &context,
+        ins: &in_types,
+        outs: &out_types,
+        write: case.write,
+        alignment: case.alignment,
+        target: case.target,
+        epilogue: Epilogue { tails: &case.tails, operands: &extra_types },
+    };
     let routine = prepare(&d).unwrap_or_else(|e| panic!("{op:?}: {e}"));
     let buffer = |values: &[f64], dtype: DType| Buffer::new(values, dtype, case.alignment);
     Prepared {
-        name: format!("{op:?} {dtype} {:?} {:?} {letters:?}", case.write, case.alignment),
-        ins: ins.iter().zip(&in_types).map(|(t, ty)| buffer(&t.data, ty.dtype)).collect(),
+        name: format!("{op:?} {:?} {dtype} {:?} {:?} {letters:?}", case.tails, case.write, case.alignment),
+        ins: ins.iter().zip(&in_types).chain(extras.iter().map(|(t, ty)| (t, ty))).map(|(t, ty)| buffer(&t.data, ty.dtype)).collect(),
         starts: starts.iter().zip(&out_types).map(|(s, ty)| buffer(s, ty.dtype)).collect(),
         routine,
         want,
         bounds,
         write: case.write,
     }
+}
+
+/// What the ops that follow a product make of its result, and their operands: `row` long where they lie as its rows do.
+fn follow(
+    case: &Case,
+    context: &OpContext,
+    mut made: Vec<Tensor>,
+    out_types: &[LocalType],
+    row: u64,
+    number: &mut dyn FnMut(DType) -> f64,
+) -> (Vec<Tensor>, Vec<(Tensor, LocalType)>) {
+    let mut extras: Vec<(Tensor, LocalType)> = Vec::new();
+    for tail in &case.tails {
+        let x = made.swap_remove(0);
+        let other = tail.operand().map(|lies| {
+            let dims = if lies == Lies::Row { vec![row] } else { out_types[0].dims.clone() };
+            let ty = LocalType { dtype: case.dtype, dims, ..out_types[0].clone() };
+            let y = Tensor::dense(&ty.dims, (0..ty.elems()).map(|_| number(case.dtype)).collect());
+            extras.push((y.clone(), ty));
+            y
+        });
+        let (op, operands) = match (tail, &other) {
+            (Tail::Bias, Some(y)) => (Op::AddBias, vec![&x, y]),
+            (Tail::Add, Some(y)) => (Op::Add, vec![&x, y]),
+            (Tail::ActGrad(f), Some(y)) => (Op::ActGrad(*f), vec![y, &x]),
+            (Tail::Act(f), _) => (Op::Act(*f), vec![&x]),
+            (Tail::Bias | Tail::Add | Tail::ActGrad(_), None) => unreachable!("{tail:?} has an operand"),
+        };
+        made = eval(&op, context, &operands, out_types);
+    }
+    (made, extras)
 }
 
 impl Prepared {

@@ -3,7 +3,8 @@
 
 pub use dplan_kernels::trial::*;
 
-use dplan_kernels::shim;
+use dplan_kernels::shim::{self, Library};
+use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
 /// The folder for this test's compiled kernels, or `None` (said aloud) if there is no C++ compiler.
@@ -15,4 +16,32 @@ pub fn folder(name: &str) -> Option<PathBuf> {
     let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     std::fs::create_dir_all(&dir).unwrap();
     Some(dir)
+}
+
+/// Orders of threads that each text is run in.
+const ORDERS: u64 = 20;
+
+/// Results must be the same bits in whatever order threads run: two orders of each case, all [`ORDERS`] of the smallest of each text; of kernels whose blocks take tiles until there
+/// are none, also with one block.
+pub fn same_in_orders(prepared: &[Prepared], library: &Library) {
+    let threads = |at: usize| prepared[at].routine.launches.iter().map(|l| u64::from(l.grid) * u64::from(l.threads)).sum::<u64>();
+    let mut smallest: HashMap<(&str, &str), usize> = HashMap::new();
+    for (at, launch) in prepared.iter().enumerate().flat_map(|(at, p)| p.routine.launches.iter().map(move |l| (at, l))) {
+        let least = smallest.entry((&launch.text, launch.entry)).or_insert(at);
+        if threads(at) < threads(*least) {
+            *least = at;
+        }
+    }
+    let texts = smallest.len();
+    let all: BTreeSet<usize> = smallest.into_values().collect();
+    for (at, p) in prepared.iter().enumerate() {
+        let (want, _) = p.run(library, 1).unwrap_or_else(|e| panic!("{}: {e}", p.name));
+        for order in 2..=if all.contains(&at) { ORDERS } else { 2 } {
+            let mut launches = p.routine.launches.clone();
+            launches.iter_mut().filter(|l| l.entry == "dp_gemm_wgmma" && order % 2 == 0).for_each(|l| l.grid = 1);
+            let (outs, _) = p.run_launches(library, &launches, order).unwrap_or_else(|e| panic!("{}: {e}", p.name));
+            assert!(outs.iter().zip(&want).all(|(x, y)| x.bytes() == y.bytes()), "{}: another result in order {order}", p.name);
+        }
+    }
+    println!("{texts} texts in {ORDERS} orders of threads, {} cases in two", prepared.len());
 }

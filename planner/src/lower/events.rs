@@ -11,9 +11,10 @@
 //! Only bytes that two streams touch matter. They are cut into *cells* that every buffer covers whole or not at all; each cell and slot remembers its last
 //! write and the reads since. A communicator that two streams use is a cell too, which each of its operations writes: all members then meet them in one order.
 
+use dplan_ir::access::Access;
 use dplan_ir::entity::{BufferId, EventId, SegmentId, Table};
 use dplan_ir::mesh::{AxisSet, Mesh};
-use dplan_ir::program::{Call, Instr, Issue, StageProgram, Stream, Write};
+use dplan_ir::program::{Call, Instr, Issue, StageProgram, Stream};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
@@ -24,12 +25,6 @@ type At = (SegmentId, usize);
 
 /// How much of each stream a stream knows to be over, in relevant instructions.
 type Clock = [u32; STREAMS];
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Access {
-    Read,
-    Write,
-}
 
 /// Adds the events that order the streams of a stage. `sample` is a schedule that shows every way in which calls meet.
 pub(super) fn order_streams(program: &mut StageProgram, mesh: &Mesh, sample: &[Call]) {
@@ -42,38 +37,6 @@ pub(super) fn order_streams(program: &mut StageProgram, mesh: &Mesh, sample: &[C
         }
     }
     insert(program, &play.waits);
-}
-
-/// The buffers that an instruction touches. A result that is added to counts as written.
-fn accesses(instr: &Instr, mut on: impl FnMut(BufferId, Access)) {
-    match instr {
-        Instr::Run { ins, outs, scratch, write: Write::Set | Write::Add, .. } => {
-            ins.iter().for_each(|&b| on(b, Access::Read));
-            outs.iter().chain(scratch).for_each(|&b| on(b, Access::Write));
-        }
-        Instr::Input { dst } | Instr::Recv { dst, .. } | Instr::Zero { dst } => on(*dst, Access::Write),
-        Instr::Send { src, .. } => on(*src, Access::Read),
-        Instr::Slice { src, dst, .. }
-        | Instr::Collective { src, dst, .. }
-        | Instr::Copy { src, dst }
-        | Instr::AddInto { src, dst }
-        | Instr::Cast { src, dst }
-        | Instr::SumShares { src, dst }
-        | Instr::SquareSum { src, dst, .. }
-        | Instr::ClipScale { src, dst } => {
-            on(*src, Access::Read);
-            on(*dst, Access::Write);
-        }
-        Instr::TrustSums { state, grad, moments, scale, dst } => {
-            [state, grad].into_iter().chain(moments).chain(scale).for_each(|&b| on(b, Access::Read));
-            on(*dst, Access::Write);
-        }
-        Instr::Update { state, grad, moments, param, scale, trust } => {
-            [grad].into_iter().chain(scale).chain(trust).for_each(|&b| on(b, Access::Read));
-            [state].into_iter().chain(moments).chain(param).for_each(|&b| on(b, Access::Write));
-        }
-        Instr::Record(_) | Instr::Wait(_) => {}
-    }
 }
 
 /// Bytes that more than one stream touches, cut so that a buffer covers a cell whole or not at all.
@@ -100,7 +63,7 @@ impl Cells {
     fn new(program: &StageProgram, mesh: &Mesh) -> Cells {
         let mut streams: Table<BufferId, u16> = Table::filled(program.buffers.len(), 0);
         for issue in program.segments.values().flat_map(|s| &s.body) {
-            accesses(&issue.instr, |b, _| streams[b] |= 1u16 << issue.stream as u16);
+            issue.instr.accesses(|b, _| streams[b] |= 1u16 << issue.stream as u16);
         }
         // Slots lie `slot_stride` apart for all buffers of a region, so slot 0 stands for each; a piece stands for all pieces.
         let range = |b: BufferId| {
@@ -151,7 +114,7 @@ impl Cells {
         let mut touches = Vec::new();
         for (at, issue) in body.iter().enumerate() {
             let mut cells = Vec::new();
-            accesses(&issue.instr, |b, access| {
+            issue.instr.accesses(|b, access| {
                 if !self.of[b].is_empty() {
                     cells.push((self.of[b].clone(), self.slots[b], access));
                 }

@@ -29,7 +29,7 @@ pub fn run(cases: u64) -> Result<Outcome> {
     let mut wrong = Vec::new();
     for (seed, (family, draw)) in (1..).zip(draw::FAMILIES) {
         let target = match (family, arch) {
-            ("products_in_eights", Arch::Sm90a) => Target { tiles: TILES.split_at(2).0, ..Target::of(arch) },
+            ("products_in_eights" | "products_and_more_in_eights", Arch::Sm90a) => Target { tiles: TILES.split_at(2).0, ..Target::of(arch) },
             _ => Target::of(arch),
         };
         let mut random = Random(seed);

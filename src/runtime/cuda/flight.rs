@@ -43,6 +43,7 @@ pub fn family(action: &Action) -> Option<usize> {
         | Action::Zero { .. }
         | Action::Record(_)
         | Action::Wait(_)
+        | Action::Within(_)
         | Action::Nothing => None,
     }
 }

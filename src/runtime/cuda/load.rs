@@ -4,16 +4,18 @@
 //! - a scatter or gather of an inner dim is packed into blocks of ranks (or unpacked from them) by a kernel, in working memory;
 //! - a log-sum-exp is gathered, then merged by a kernel in group order.
 
+use std::collections::HashMap;
 use std::ops::Range;
 
 use dplan_ir::entity::{BufferId, EventId, ParamId, SegmentId, Table};
 use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::{DecayGroups, decays};
-use dplan_ir::program::{Instr, Pattern, Program, Space, Stream};
+use dplan_ir::program::{Instr, Issue, Pattern, Program, Space, Stream};
 use dplan_ir::sharding::Monoid;
 use dplan_kernels::cuda::flat::{self, Way};
-use dplan_kernels::cuda::{Alignment, Descriptor, Routine, Target, prepare};
+use dplan_kernels::cuda::{Alignment, Descriptor, Epilogue, PrepareError, Routine, Tail, Target, prepare};
 
+use super::fuse::{self, Chain, Step};
 use super::groups::{Family, families};
 use crate::runtime::RuntimeError;
 use crate::runtime::block::Block;
@@ -58,6 +60,8 @@ pub enum Action {
     },
     Record(EventId),
     Wait(EventId),
+    /// Done by the kernel of the instruction at this place of the segment, which comes later ([`super::fuse`]).
+    Within(usize),
     /// Another rank's business.
     Nothing,
 }
@@ -134,11 +138,17 @@ pub fn load(graph: &Graph, program: &Program, stage: usize, local_rank: u64, dec
     let of = Of { view: View { graph, program, stage, local_rank }, decays: decays(graph, decay), families: families(program), target };
     let rank = stage as u64 * program.mesh.ranks() + local_rank;
     let (mut segments, mut working) = (Vec::new(), [0; Stream::ALL.len()]);
+    let buffers = fuse::Buffers::new(&of.view);
     for (id, segment) in program.stages[stage].segments.iter() {
+        let mut fused = HashMap::new();
+        for chain in buffers.chains(id) {
+            let failed = |why| RuntimeError::Program { stage: stage as u32, at: place_of(program, stage, id, chain.product), why };
+            fused.extend(of.fused(&segment.body, &chain).map_err(failed)?);
+        }
         let mut actions = Vec::with_capacity(segment.body.len());
         for (at, issue) in segment.body.iter().enumerate() {
             let failed = |why| RuntimeError::Program { stage: stage as u32, at: place_of(program, stage, id, at), why };
-            let action = action(&of, &issue.instr).map_err(failed)?;
+            let action = fused.remove(&at).map_or_else(|| action(&of, &issue.instr), Ok).map_err(failed)?;
             let working: &mut u64 = &mut working[issue.stream as usize];
             *working = (*working).max(action.working_bytes());
             actions.push((issue.stream, action));
@@ -174,6 +184,7 @@ impl Action {
             | Action::Zero { .. }
             | Action::Record(_)
             | Action::Wait(_)
+            | Action::Within(_)
             | Action::Nothing => [None, None],
         };
         first.into_iter().chain(second)
@@ -198,7 +209,7 @@ fn action(of: &Of<'_>, instr: &Instr) -> Result<Action, String> {
         Instr::Run { node, ins, outs, scratch: _, write } => {
             let local = view.local(*node, ins, outs)?;
             let (ins, outs) = (places(ins)?, places(outs)?);
-            let d = Descriptor {
+            let descriptor = Descriptor {
                 op: &local.node.op,
                 context: &local.context,
                 ins: &local.ins,
@@ -206,8 +217,9 @@ fn action(of: &Of<'_>, instr: &Instr) -> Result<Action, String> {
                 write: *write,
                 alignment: alignment(&[&ins[..], &outs[..]].concat()),
                 target: of.target,
+                epilogue: Epilogue::default(),
             };
-            run(prepare(&d).map_err(|e| e.to_string())?, ins, outs)
+            run(prepare(&descriptor).map_err(|e| e.to_string())?, ins, outs)
         }
         Instr::Input { dst } => {
             let (input, block, step) = view.input(*dst)?;
@@ -331,6 +343,54 @@ fn action(of: &Of<'_>, instr: &Instr) -> Result<Action, String> {
 }
 
 impl Of<'_> {
+    /// The actions of a product and as much of what follows it as there is a kernel for, by place in the segment; none if there is none. Where a library computes the product,
+    /// that is as much as the library does: what it is quicker at is not taken from it.
+    fn fused(&self, body: &[Issue], chain: &Chain) -> Result<Vec<(usize, Action)>, String> {
+        let by_library = |routine: &Routine| routine.launches.iter().any(|l| l.instead.is_some());
+        let (alone, _, _) = self.followed(body, chain.product, &[])?;
+        let library = alone.is_ok_and(|r| by_library(&r));
+        for steps in (1..=chain.steps.len()).rev().map(|n| &chain.steps[..n]) {
+            let (Ok(routine), ins, outs) = self.followed(body, chain.product, steps)? else { continue };
+            let Some(last) = steps.last().filter(|_| !library || by_library(&routine)) else { continue };
+            let before = [chain.product].into_iter().chain(steps.iter().map(|s| s.at)).filter(|&at| at != last.at);
+            let within = before.map(|at| (at, Action::Within(last.at)));
+            return Ok(within.chain([(last.at, Action::Run { routine, ins, outs })]).collect());
+        }
+        Ok(Vec::new())
+    }
+
+    /// The kernels of a product and the steps that follow it, if there are any, and their operands and results.
+    fn followed(&self, body: &[Issue], product: usize, steps: &[Step]) -> Result<(Result<Routine, PrepareError>, Vec<Place>, Vec<Place>), String> {
+        let run = |at: usize| match &body[at].instr {
+            Instr::Run { node, ins, outs, write, .. } => Ok((self.view.local(*node, ins, outs)?, ins, outs, *write)),
+            other => Err(format!("{other:?} in a chain of ops")),
+        };
+        let (local, ins, _, _) = run(product)?;
+        let (last, _, outs, write) = run(steps.last().map_or(product, |s| s.at))?;
+        let (mut others, mut operands) = (Vec::new(), Vec::new());
+        for step in steps {
+            let (of_step, read, _, _) = run(step.at)?;
+            let at = read.iter().position(|&b| Some(b) == step.other);
+            others.extend(at.map(|at| read[at]));
+            operands.extend(at.map(|at| of_step.ins[at].clone()));
+        }
+        let places = |ids: &mut dyn Iterator<Item = &BufferId>| ids.map(|&id| self.view.place(id)).collect::<Result<Vec<_>, _>>();
+        let (ins, outs) = (places(&mut ins.iter().chain(&others))?, places(&mut outs.iter())?);
+        let tails: Vec<Tail> = steps.iter().map(|s| s.tail).collect();
+        let descriptor = Descriptor {
+            op: &local.node.op,
+            context: &local.context,
+            ins: &local.ins,
+            outs: &last.outs,
+            write,
+            alignment: alignment(&[&ins[..], &outs[..]].concat()),
+            target: self.target,
+            epilogue: Epilogue { tails: &tails, operands: &operands },
+        };
+        let same = local.outs.iter().zip(&last.outs).all(|(x, y)| x.dims == y.dims && x.layout == y.layout);
+        let routine = if same { prepare(&descriptor) } else { Err(PrepareError::Missing("what changes the shape of a product's result")) };
+        Ok((routine, ins, outs))
+    }
     /// Which family an instruction meets in.
     fn family(&self, instr: &Instr) -> Result<usize, String> {
         let family = Family::of(instr, self.view.stage as u32);

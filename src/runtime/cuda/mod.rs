@@ -1,13 +1,15 @@
 //! Ranks on GPUs.
 //!
 //! [`load`] turns each instruction of a stage into an [`load::Action`]: kernels with the byte ranges they work on, copies and fills of the driver, or a
-//! collective of NCCL with the kernels that pack and unpack around it. A [`rank::Rank`] makes the calls that this takes ([`step`]) of a [`driver::Driver`], which is a
+//! collective of NCCL with the kernels that pack and unpack around it. What follows a product element by element is done by the product's kernel where nobody sees the
+//! difference ([`fuse`]). A [`rank::Rank`] makes the calls that this takes ([`step`]) of a [`driver::Driver`], which is a
 //! [`gpu::Gpu`], or a stand-in that tests give. [`session::Session`] runs steps on the ranks of a process; [`start`] is how processes find each other.
 //! Nothing is decided here that the program did not decide.
 
 pub mod disk;
 pub mod driver;
 pub mod flight;
+pub mod fuse;
 pub mod gpu;
 pub mod groups;
 pub mod load;

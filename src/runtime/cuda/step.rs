@@ -171,7 +171,7 @@ impl<D: Driver> Calls<'_, D> {
             // Before its first record of this step an event stands for one of the step before, which has ended.
             Action::Wait(event) if !self.recorded[event.0 as usize] => Ok(()),
             Action::Wait(event) => self.driver.wait(stream, self.held.events[event.0 as usize]),
-            Action::Nothing => Ok(()),
+            Action::Within(_) | Action::Nothing => Ok(()),
         }
     }
 

@@ -1,9 +1,9 @@
 //! When a rank's device ran what.
 //!
 //! Each instruction of the schedule that does something has two events that take the time, one before its calls and one behind them, on its own stream; waits stand before the
-//! first. A step is timed from the event that begins it. Graphs have no such events: a rank that records is launched call by call.
+//! first. What a product's kernel does besides the product has the product's name. A step is timed from the event that begins it. Graphs have no such events: a rank that records is launched call by call.
 
-use dplan_ir::program::Program;
+use dplan_ir::program::{Program, Stream};
 
 use super::driver::{Driver, DriverError, Event, Queue};
 use super::flight::family;
@@ -29,12 +29,14 @@ impl Timing {
     /// What the device refuses.
     pub fn new(program: &Program, code: &Code, mut event: impl FnMut() -> Result<Event, DriverError>) -> Result<Timing, DriverError> {
         let (begin, mut places) = (event()?, Vec::new());
+        let named: Vec<Vec<usize>> = code.segments.iter().map(|actions| named(actions)).collect();
         for call in &program.stages[code.stage].schedule {
             for (at, (stream, action)) in code.segments[call.segment.0 as usize].iter().enumerate() {
                 if is_timed(action) {
                     let communicator = family(action).map(|f| f as u32);
                     let micro_batch = call.micro_batch as u32;
-                    let span = Span { segment: call.segment, at: at as u32, micro_batch, stream: *stream, communicator, start: 0, end: 0 };
+                    let at = named[call.segment.0 as usize][at] as u32;
+                    let span = Span { segment: call.segment, at, micro_batch, stream: *stream, communicator, start: 0, end: 0 };
                     places.push((span, [event()?, event()?]));
                 }
             }
@@ -83,10 +85,21 @@ impl Timing {
     }
 }
 
+/// The instruction by whose name each is told: what a product's kernel does besides is the product's, the first of them.
+fn named(actions: &[(Stream, Action)]) -> Vec<usize> {
+    let mut named: Vec<usize> = (0..actions.len()).collect();
+    for (at, (_, action)) in actions.iter().enumerate().rev() {
+        if let Action::Within(later) = action {
+            named[*later] = at;
+        }
+    }
+    named
+}
+
 /// Events take no time.
 fn is_timed(action: &Action) -> bool {
     match action {
-        Action::Record(_) | Action::Wait(_) | Action::Nothing => false,
+        Action::Record(_) | Action::Wait(_) | Action::Within(_) | Action::Nothing => false,
         Action::Run { .. }
         | Action::Input { .. }
         | Action::Slice { .. }

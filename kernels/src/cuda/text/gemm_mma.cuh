@@ -1,28 +1,27 @@
 // out[m, n] = sum over k of a[m, k] b[k, n] on the matrix units: halves in, float sums. A block has BM x BN of the result, its warps WM x WN each; tiles of
 // BK in k go through a ring of STAGES in shared memory, filled by asynchronous copies STAGES - 1 ahead of their use.
-// Config: elem, out_t, THREADS, ADD, ASYNC, A_ROWS (neighbours in memory of a are neighbours in m), B_ROWS (of b: in k), GROUPED, PAIRS (the result takes two
-// elements at once), BM, BN, BK, WM, WN, STAGES. Groups as in the plain kernel.
+// Config: that of `gemm_out.cuh`, THREADS, ASYNC, A_ROWS (neighbours in memory of a are neighbours in m), B_ROWS (of b: in k), GROUPED, BK, WM, WN, STAGES. Groups as in
+// the plain kernel.
 constexpr int A_PITCH = (A_ROWS ? BM : BK) + 8, B_PITCH = (B_ROWS ? BK : BN) + 8;
 constexpr int A_TILE = (A_ROWS ? BK : BM) * A_PITCH, B_TILE = (B_ROWS ? BN : BK) * B_PITCH;
-constexpr int PANEL = 8;  // tiles of m that run before the next of n: what they read of b stays in the L2
 
-DP_KERNEL(dp_gemm_mma)(DP_IN(elem) a, DP_IN(elem) b, DP_OUT(out_t) out, DP_IN(i32) starts, i64 m, i64 n, i64 k, i64 am, i64 ak, i64 bk, i64 bn, i64 om, i64 on,
-                       i64 az, i64 bz, i64 oz) {
+DP_KERNEL(dp_gemm_mma)(DP_IN(elem) a, DP_IN(elem) b, DP_OUT(out_t) out, DP_IN(i32) starts, DP_IN(elem) p, DP_IN(elem) q, i64 m, i64 n, i64 k, i64 am,
+                       i64 ak, i64 bk, i64 bn, i64 om, i64 on, i64 az, i64 bz, i64 oz) {
     DP_SHARED(elem, ring, 0, STAGES * (A_TILE + B_TILE));
     i64 tiles_m = (m + BM - 1) / BM, tiles_n = (n + BN - 1) / BN;
     i64 z = i64(blockIdx.x) / (tiles_m * tiles_n), tile = i64(blockIdx.x) % (tiles_m * tiles_n);
-    i64 panel = tile / (PANEL * tiles_n) * PANEL, height = dp_min(PANEL, tiles_m - panel), within = tile - panel * tiles_n;
-    i64 m0 = (panel + within % height) * BM, n0 = within / height * BN;
+    Corner corner = dp_corner(tile, tiles_m, tiles_n);
+    i64 m0 = corner.m, n0 = corner.n, to = 0;
     if (GROUPED) {
         i64 first = dp_ld(starts, z), rows = i64(dp_ld(starts, z + 1)) - first;
         if (GROUPED == 1) {
-            a = a + first * am, out = out + first * om, b = b + z * bz, m = rows;
+            a = a + first * am, to = first * om, b = b + z * bz, m = rows;
             if (m0 >= m) return;
         } else {
-            a = a + first * ak, b = b + first * bk, out = out + z * oz, k = rows;
+            a = a + first * ak, b = b + first * bk, to = z * oz, k = rows;
         }
     } else {
-        a = a + z * az, b = b + z * bz, out = out + z * oz;
+        a = a + z * az, b = b + z * bz, to = z * oz;
     }
     auto fetch = [&](i64 k0, int slot) {
         DP_SHARED_PTR(elem) ta = ring + slot * (A_TILE + B_TILE);
@@ -88,19 +87,7 @@ DP_KERNEL(dp_gemm_mma)(DP_IN(elem) a, DP_IN(elem) b, DP_OUT(out_t) out, DP_IN(i3
             DP_UNROLL
             for (int h = 0; h < 2; h++) {
                 i64 row = m0 + wm + i * 16 + l / 4 + h * 8, col = n0 + wn + j * 8 + l % 4 * 2;
-                if (row >= m) continue;
-                if (PAIRS) {
-                    if (col >= n) continue;
-                    Pack<out_t, 2> pair;
-                    if (ADD) pair = dp_ld_pack<2>(out, row * om + col);
-                    DP_UNROLL
-                    for (int e = 0; e < 2; e++) pair.v[e] = narrow<out_t>(ADD ? float(widen(pair.v[e])) + sum[i][j][h * 2 + e] : sum[i][j][h * 2 + e]);
-                    dp_st_pack<2>(out, row * om + col, pair);
-                } else {
-                    DP_UNROLL
-                    for (int e = 0; e < 2; e++)
-                        if (col + e < n) dp_put<ADD>(out, row * om + (col + e) * on, sum[i][j][h * 2 + e]);
-                }
+                if (row < m) dp_write_two(out, to + row * om + col * on, on, col, int(dp_min(n - col, 2)), sum[i][j][h * 2], sum[i][j][h * 2 + 1], p, q);
             }
         }
     }

@@ -1,25 +1,26 @@
 // out[m, n] = sum over k of a[m, k] b[k, n], any strides, on the arithmetic units of `acc`. A block has a 64 x 64 tile, a thread 4 x 4 of it.
 // Where experts share the product (GROUPED 1: their rows are m, 2: their rows are k), group z has rows [starts[z], starts[z + 1]).
-// Config: in_t, out_t, acc, THREADS = 256, ADD, A_ROWS (neighbours in memory of a are neighbours in m), B_ROWS (of b: in k), GROUPED.
-constexpr int TILE = 64, DEEP = 16, PITCH = TILE + 4;
+// Config: that of `gemm_out.cuh`, THREADS = 256, A_ROWS (neighbours in memory of a are neighbours in m), B_ROWS (of b: in k), GROUPED.
+constexpr int TILE = BM, DEEP = 16, PITCH = TILE + 4;
 
-DP_KERNEL(dp_gemm_plain)(DP_IN(in_t) a, DP_IN(in_t) b, DP_OUT(out_t) out, DP_IN(i32) starts, i64 m, i64 n, i64 k, i64 am, i64 ak, i64 bk, i64 bn, i64 om, i64 on,
-                         i64 az, i64 bz, i64 oz) {
+DP_KERNEL(dp_gemm_plain)(DP_IN(elem) a, DP_IN(elem) b, DP_OUT(out_t) out, DP_IN(i32) starts, DP_IN(elem) p, DP_IN(elem) q, i64 m, i64 n, i64 k, i64 am,
+                         i64 ak, i64 bk, i64 bn, i64 om, i64 on, i64 az, i64 bz, i64 oz) {
     DP_SHARED(acc, left, 0, DEEP * PITCH);
     DP_SHARED(acc, right, DEEP * PITCH * sizeof(acc), DEEP * PITCH);
     i64 tiles_m = (m + TILE - 1) / TILE, tiles_n = (n + TILE - 1) / TILE;
     i64 z = i64(blockIdx.x) / (tiles_m * tiles_n), tile = i64(blockIdx.x) % (tiles_m * tiles_n);
-    i64 m0 = tile % tiles_m * TILE, n0 = tile / tiles_m * TILE;
+    Corner corner = dp_corner(tile, tiles_m, tiles_n);
+    i64 m0 = corner.m, n0 = corner.n, to = 0;
     if (GROUPED) {
         i64 first = dp_ld(starts, z), rows = i64(dp_ld(starts, z + 1)) - first;
         if (GROUPED == 1) {
-            a = a + first * am, out = out + first * om, b = b + z * bz, m = rows;
+            a = a + first * am, to = first * om, b = b + z * bz, m = rows;
             if (m0 >= m) return;
         } else {
-            a = a + first * ak, b = b + first * bk, out = out + z * oz, k = rows;
+            a = a + first * ak, b = b + first * bk, to = z * oz, k = rows;
         }
     } else {
-        a = a + z * az, b = b + z * bz, out = out + z * oz;
+        a = a + z * az, b = b + z * bz, to = z * oz;
     }
     int tm = threadIdx.x % 16, tn = threadIdx.x / 16;
     acc sum[4][4];
@@ -54,9 +55,9 @@ DP_KERNEL(dp_gemm_plain)(DP_IN(in_t) a, DP_IN(in_t) b, DP_OUT(out_t) out, DP_IN(
     DP_UNROLL
     for (int i = 0; i < 4; i++) {
         DP_UNROLL
-        for (int j = 0; j < 4; j++) {
+        for (int j = 0; j < 4; j += 2) {
             i64 row = m0 + tm * 4 + i, col = n0 + tn * 4 + j;
-            if (row < m && col < n) dp_put<ADD>(out, row * om + col * on, sum[i][j]);
+            if (row < m) dp_write_two(out, to + row * om + col * on, on, col, int(dp_min(n - col, 2)), sum[i][j], sum[i][j + 1], p, q);
         }
     }
 }

@@ -3,22 +3,21 @@
 // 64 rows. A tile of an operand is made of square panels of 64 x 64, whose rows lie along what is contiguous in memory.
 //
 // Of each stage, `full` ends a phase when both tiles have come, `empty` when all warps that read them are through; so phase p of a stage is its use p.
-// Config: elem, out_t, THREADS, ADD, A_ROWS (neighbours in memory of a are neighbours in m), B_ROWS (of b: in k), GROUPED (0, or 1: an expert's rows are m), PAIRS (the
-// result takes two elements at once), BM, BN, STAGES.
+// Config: that of `gemm_out.cuh`, THREADS, A_ROWS (neighbours in memory of a are neighbours in m), B_ROWS (of b: in k), GROUPED (0, or 1: an expert's rows are m), STAGES.
 constexpr int DEEP = 64, PANEL = 64 * 64, A_TILE = BM * DEEP, B_TILE = BN * DEEP, WARPS = BM / 16;
-constexpr int HIGH = 8;  // tiles of m that run before the next of n: what they read of b stays in the L2
 
 // A tile of the result: its place and the rows of the matrix it is in, whose first is `first` of what a and the result hold.
 struct Tile { i64 z, m0, n0, first, m; };
 DP_DEVICE Tile dp_tile(i64 number, i64 tiles_m, i64 tiles_n, DP_IN(i32) starts, i64 m) {
     i64 z = number / (tiles_m * tiles_n), at = number % (tiles_m * tiles_n);
-    i64 panel = at / (HIGH * tiles_n) * HIGH, height = dp_min(HIGH, tiles_m - panel), within = at - panel * tiles_n;
-    Tile t = {z, (panel + within % height) * BM, within / height * BN, 0, m};
+    Corner corner = dp_corner(at, tiles_m, tiles_n);
+    Tile t = {z, corner.m, corner.n, 0, m};
     if (GROUPED) t.first = dp_ld(starts, z), t.m = i64(dp_ld(starts, z + 1)) - t.first;
     return t;
 }
 
-DP_KERNEL_ALONE(dp_gemm_wgmma)(DP_TENSOR(a), DP_TENSOR(b), DP_OUT(out_t) out, DP_IN(i32) starts, i64 tiles, i64 m, i64 n, i64 k, i64 om, i64 on, i64 oz) {
+DP_KERNEL_ALONE(dp_gemm_wgmma)(DP_TENSOR(a), DP_TENSOR(b), DP_OUT(out_t) out, DP_IN(i32) starts, DP_IN(elem) p, DP_IN(elem) q, i64 tiles, i64 m, i64 n,
+                               i64 k, i64 om, i64 on, i64 oz) {
     DP_SHARED(elem, ring, 0, STAGES * (A_TILE + B_TILE));
     DP_SHARED(u64, full, STAGES * (A_TILE + B_TILE) * 2, STAGES);
     DP_SHARED(u64, empty, STAGES * ((A_TILE + B_TILE) * 2 + 8), STAGES);
@@ -86,28 +85,16 @@ DP_KERNEL_ALONE(dp_gemm_wgmma)(DP_TENSOR(a), DP_TENSOR(b), DP_OUT(out_t) out, DP
         if (steps > 0 && lane == 0) dp_mbar_arrive(empty, before);
         // Of every 16 rows a warp has, a lane holds two elements of rows l / 4 and l / 4 + 8 of each eight columns.
         i64 row = t.m0 + warp * 16 + lane / 4, col = t.n0 + lane % 4 * 2;
-        DP_OUT(out_t) to = out + t.first * om + (GROUPED ? 0 : t.z) * oz + row * om + col * on;
+        i64 to = t.first * om + (GROUPED ? 0 : t.z) * oz + row * om + col * on;
         int left = int(dp_min(n - col, BN));
         DP_UNROLL
         for (int h = 0; h < 2; h++) {
             if (row + h * 8 < t.m) {
                 DP_UNROLL
-                for (int j = 0; j < BN / 8; j++) {
-                    if (PAIRS) {
-                        if (j * 8 >= left) continue;
-                        Pack<out_t, 2> pair;
-                        if (ADD) pair = dp_ld_pack<2>(to, j * 8);
-                        DP_UNROLL
-                        for (int e = 0; e < 2; e++) pair.v[e] = narrow<out_t>(ADD ? float(widen(pair.v[e])) + sum[j * 4 + h * 2 + e] : sum[j * 4 + h * 2 + e]);
-                        dp_st_pack<2>(to, j * 8, pair);
-                    } else {
-                        DP_UNROLL
-                        for (int e = 0; e < 2; e++)
-                            if (j * 8 + e < left) dp_put<ADD>(to, (j * 8 + e) * on, sum[j * 4 + h * 2 + e]);
-                    }
-                }
+                for (int j = 0; j < BN / 8; j++)
+                    dp_write_two(out, to + j * 8 * (PAIRS ? 1 : on), on, col + j * 8, left - j * 8, sum[j * 4 + h * 2], sum[j * 4 + h * 2 + 1], p, q);
             }
-            to = to + 8 * om;
+            to += 8 * om;
         }
     }
 }

@@ -10,13 +10,13 @@ use std::ptr::null_mut;
 use dplan_ir::dtype::DType;
 use dplan_ir::program::Write;
 use dplan_kernels::cuda::Alignment;
-use dplan_kernels::cuda::library::{Factor, Matmul};
+use dplan_kernels::cuda::library::{Curve, Factor, Matmul};
 use dplan_kernels::jit;
 
 use super::AbsentError;
 use super::cuda::Handle;
 use super::library::{Opened, functions};
-use crate::runtime::cuda::driver::{Address, DriverError, Queue};
+use crate::runtime::cuda::driver::{Address, DriverError, Queue, Value};
 
 /// Bytes that a product may use besides its operands: what NVIDIA gives its own calls on Hopper.
 pub const WORKSPACE: u64 = 32 << 20;
@@ -60,6 +60,8 @@ pub struct Found {
 // Attributes of a product, of a matrix, and of a preference.
 const LEFT_TURNED: c_int = 3;
 const RIGHT_TURNED: c_int = 4;
+const EPILOGUE: c_int = 7;
+const BIAS: c_int = 8;
 const BATCH: c_int = 5;
 const BATCH_STEP: c_int = 6;
 const MOST_WORKSPACE: c_int = 1;
@@ -90,14 +92,6 @@ struct Described {
     layouts: [Handle; 3],
     algorithm: Algorithm,
     workspace: usize,
-}
-
-/// Where a call's matrices are: the product's operands and its result, and at least [`WORKSPACE`] bytes.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Places {
-    pub operands: [Address; 2],
-    pub out: Address,
-    pub workspace: Address,
 }
 
 impl CublasLt {
@@ -154,17 +148,27 @@ impl CublasLt {
         }
     }
 
-    /// Queues a product to a stream.
+    /// Queues a product of a launch's arguments to a stream, with [`WORKSPACE`] bytes that nothing else uses there.
     ///
     /// # Errors
     /// If the library refuses.
-    pub fn multiply(&self, product: Product, at: Places, stream: Queue) -> Result<(), DriverError> {
+    pub fn multiply(&self, product: Product, args: &[Value], workspace: Address, stream: Queue) -> Result<(), DriverError> {
         let Some(made) = &self.products[product.0] else {
             return Err(DriverError { call: "cublasLtMatmul", why: "a product that was given back".into() });
         };
         let (f, [x, y, d]) = (&self.functions, made.layouts);
-        let [of_x, of_y] = [made.of.left.operand, made.of.right.operand].map(|operand| at.operands[operand].0);
-        let (one, add) = (1.0, if made.of.write == Write::Add { 1.0 } else { 0.0 });
+        let at = |arg: usize| match args.get(arg) {
+            Some(Value::Memory { at, .. } | Value::Tensor { at, .. }) => Ok(at.0),
+            Some(Value::Int(_)) | None => Err(DriverError { call: "cublasLtMatmul", why: format!("argument {arg} is no matrix") }),
+        };
+        let (of_x, of_y, out) = (at(made.of.left.operand)?, at(made.of.right.operand)?, at(2)?);
+        let plus = made.of.plus.map_or(Ok(out), at)?;
+        if let Some(bias) = made.of.bias {
+            // SAFETY: read before the call returns.
+            check("cublasLtMatmulDescSetAttribute", unsafe { set(f.matmul_set, made.matmul, BIAS, &at(bias)?) })?;
+        }
+        let adds = made.of.write == Write::Add || made.of.plus.is_some();
+        let (one, add) = (1.0, if adds { 1.0 } else { 0.0 });
         let factors = [Factors::new(scale(made.of.elem), one), Factors::new(scale(made.of.elem), add)];
         let [alpha, beta] = factors.each_ref().map(|f| (&raw const *f).cast::<c_void>());
         // SAFETY: the addresses are those of matrices as they were described, and the numbers outlive the call.
@@ -178,12 +182,12 @@ impl CublasLt {
                 of_y,
                 y,
                 beta,
-                at.out.0,
+                plus,
                 d,
-                at.out.0,
+                out,
                 d,
                 &raw const made.algorithm,
-                at.workspace.0,
+                workspace.0,
                 made.workspace,
                 stream.0 as Handle,
             )
@@ -206,6 +210,11 @@ impl CublasLt {
             for (attribute, value) in [(LEFT_TURNED, turned(&of.left)), (RIGHT_TURNED, turned(&of.right))] {
                 check("cublasLtMatmulDescSetAttribute", set(f.matmul_set, made.matmul, attribute, &value))?;
             }
+            check("cublasLtMatmulDescSetAttribute", set(f.matmul_set, made.matmul, EPILOGUE, &epilogue(&of)))?;
+            if of.bias.is_some() {
+                // An address is asked for before there is one: any that is aligned as each will be.
+                check("cublasLtMatmulDescSetAttribute", set(f.matmul_set, made.matmul, BIAS, &u64::from(aligned(&of, of.out))))?;
+            }
             for (layout, (dtype, [rows, columns], pitch, step)) in made.layouts.iter_mut().zip(matrices) {
                 check("cublasLtMatrixLayoutCreate", (f.layout_create)(layout, type_of(dtype), rows, columns, pitch as i64))?;
                 check("cublasLtMatrixLayoutSetAttribute", set(f.layout_set, *layout, BATCH, &(of.batch as i32)))?;
@@ -225,10 +234,6 @@ impl CublasLt {
     /// The parts are made, but for the algorithm.
     unsafe fn search(&self, made: &Described, preference: Handle) -> Result<Found, DriverError> {
         let (f, [x, y, d]) = (&self.functions, made.layouts);
-        let aligned = |dtype: DType| match made.of.alignment {
-            Alignment::Packs => 16u32,
-            Alignment::Elements => dtype.size() as u32,
-        };
         let (call, mut found, mut count) = ("cublasLtMatmulAlgoGetHeuristic", Found::default(), 0);
         // SAFETY: a result to write to; attributes are read before the calls return.
         unsafe {
@@ -236,7 +241,7 @@ impl CublasLt {
             prefer(set(f.preference_set, preference, MOST_WORKSPACE, &WORKSPACE))?;
             prefer(set(f.preference_set, preference, REDUCTIONS, &IN_COMPUTE_TYPE))?;
             for (attribute, dtype) in ALIGNMENTS.into_iter().zip([made.of.elem, made.of.elem, made.of.out, made.of.out]) {
-                prefer(set(f.preference_set, preference, attribute, &aligned(dtype)))?;
+                prefer(set(f.preference_set, preference, attribute, &aligned(&made.of, dtype)))?;
             }
             check(call, (f.heuristic)(self.handle, made.matmul, x, y, d, d, preference, 1, &raw mut found, &raw mut count))?;
         }
@@ -264,6 +269,25 @@ impl Drop for CublasLt {
         }
         // SAFETY: created and destroyed once.
         unsafe { (self.functions.destroy)(self.handle) };
+    }
+}
+
+/// Bytes that all addresses of elements of a type are multiples of.
+fn aligned(of: &Matmul, dtype: DType) -> u32 {
+    match of.alignment {
+        Alignment::Packs => 16,
+        Alignment::Elements => dtype.size() as u32,
+    }
+}
+
+/// `cublasLtEpilogue_t`.
+fn epilogue(of: &Matmul) -> c_int {
+    let bias = if of.bias.is_some() { 4 } else { 0 };
+    match of.curve {
+        None if bias == 0 => 1,
+        None => bias,
+        Some(Curve::Relu) => 2 | bias,
+        Some(Curve::Gelu) => 32 | bias,
     }
 }
 

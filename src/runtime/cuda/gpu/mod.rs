@@ -18,7 +18,7 @@ use dplan_kernels::cuda::library::{self as products, Library, Row};
 use dplan_kernels::cuda::{Launch, Target, TensorMap};
 use dplan_kernels::jit::{self, Arch, Cache, Nvrtc};
 
-use self::cublaslt::{CublasLt, Places, Product, WORKSPACE};
+use self::cublaslt::{CublasLt, Product, WORKSPACE};
 use self::cuda::{Copy2D, Cuda, Handle, Tensor};
 use self::nccl::{Config, Nccl, Place, UniqueId, World};
 use super::disk::Errand;
@@ -243,7 +243,7 @@ impl Gpu {
         self.ask("cuTensorMapEncodeTiled", status).map_err(|e| DriverError { why: format!("{} ({map:?} at {:#x})", e.why, at.0), ..e })?;
         Ok(tensor)
     }
-    /// Has the library compute a product, whose matrices are the first arguments of the kernel in whose place it does.
+    /// Has the library compute a product, of the arguments that the kernel has in whose place it does.
     fn multiply(&mut self, product: Product, args: &[Value], stream: Queue) -> Result<(), DriverError> {
         let workspace = match self.workspaces.get(&stream.0) {
             Some(at) => *at,
@@ -254,13 +254,8 @@ impl Gpu {
                 at
             }
         };
-        let at = |arg: usize| match args.get(arg) {
-            Some(Value::Memory { at, .. } | Value::Tensor { at, .. }) => Ok(*at),
-            Some(Value::Int(_)) | None => Err(DriverError { call: "cublasLtMatmul", why: format!("argument {arg} is no matrix") }),
-        };
-        let places = Places { operands: [at(0)?, at(1)?], out: at(2)?, workspace };
         match &self.library {
-            Ok(library) => library.multiply(product, places, stream),
+            Ok(library) => library.multiply(product, args, workspace, stream),
             Err(_) => Err(DriverError { call: "cublasLtMatmul", why: "there is no library".into() }),
         }
     }

@@ -138,7 +138,8 @@ impl Bucket {
         ];
         let (state, param, scale, alignment) = modes[random.below(3) as usize];
         let (mut n, mut stretches, mut members) = (random.below(3) * 8, Vec::new(), Vec::new());
-        let parameters = 1 + random.below(6);
+        // More than a launch has, now and then: small ones.
+        let (parameters, most) = if random.below(4) == 0 { (10 + random.below(30), most.min(100)) } else { (1 + random.below(6), most) };
         for member in (0..parameters as usize).filter(|_| random.below(5) > 0).collect::<Vec<_>>() {
             let size = random.size(most);
             stretches.push((n..n + size, random.below(2) == 0));
@@ -187,6 +188,10 @@ fn lamb_sums_and_steps_follow_their_equations() {
             library.run(update_all, &ins, &mut results, &scalars(&at), Options::seeded(order)).unwrap_or_else(|e| panic!("{number}: {e}"));
             (total, outs)
         };
+        // As many as fit together, those that threads take in packs and others.
+        let launches = |n: usize| if n == 0 { 0 } else { 1 + n / 16 + usize::from(n > 1) };
+        assert!(update_all.launches.len() <= launches(bucket.stretches.len()), "{number}: {} launches", update_all.launches.len());
+        assert!(sums.launches.len() <= 2 * launches(bucket.parameters as usize), "{number}: {} launches", sums.launches.len());
         let (total, outs) = run(1);
         for order in 2..=if number % 10 == 0 { 20 } else { 2 } {
             let (other, others) = run(order);

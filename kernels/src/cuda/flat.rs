@@ -1,5 +1,6 @@
 //! What a program does with flat buffers and scalars: sums, clipping, the optimizer.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use dplan_ir::cost::{OpCost, Unit};
@@ -89,7 +90,7 @@ pub struct Trust<'a> {
     pub members: &'a [usize],
 }
 
-/// One launch for each stretch.
+/// As many stretches as a text has names for at a time.
 pub fn update(u: &Update<'_>) -> Routine {
     let (adam, coupled, lamb) = match u.optimizer {
         Optimizer::AdamW => (true, false, false),
@@ -102,22 +103,23 @@ pub fn update(u: &Update<'_>) -> Routine {
     let cast = if u.param.is_some() { Arg::Out(1 + moments) } else { Arg::Out(0) };
     let scale = if u.scale.is_some() { Arg::In(1) } else { Arg::Scalars };
     let trust = if u.trust.is_some() { Arg::In(1 + usize::from(u.scale.is_some())) } else { Arg::Scalars };
+    let operands = [Arg::Out(0), Arg::In(0), Arg::Out(1), Arg::Out(moments), cast, scale, trust, Arg::Scalars];
+    let member = |at: usize| u.trust.and_then(|t| t.members.get(at)).copied().unwrap_or(0);
+    let all = u.stretches.iter().enumerate().map(|(at, (range, pulled))| Stretch { range: range.clone(), member: member(at), pulled: *pulled });
     let mut launches = Vec::new();
-    for (number, (stretch, pulled)) in u.stretches.iter().enumerate() {
-        let pack = pack_of(stretch, &[u.state, u.grad], u.alignment);
-        let text = stepping(u.state, u.grad, u.scale, pack, *pulled)
+    for (pack, some) in together(all, &[u.state, u.grad], u.alignment) {
+        let text = stepping(u.state, u.grad, u.scale, pack)
             .ty("param_t", param)
             .ty("trust_t", u.trust.map_or(u.state, |t| t.sums))
             .flag("ADAM", adam)
             .flag("LAMB", lamb)
             .flag("COUPLED", coupled)
             .flag("CAST", u.param.is_some())
-            .text(&[include_str!("text/adam.cuh"), include_str!("text/update.cuh")]);
-        let member = u.trust.and_then(|t| t.members.get(number)).copied().unwrap_or(0);
-        let sizes = [stretch.start, stretch.end, member as u64].map(int);
-        let args = [Arg::Out(0), Arg::In(0), Arg::Out(1), Arg::Out(moments), cast, scale, trust, Arg::Scalars].into_iter().chain(sizes).collect();
-        let size = Size::over((stretch.end - stretch.start) / pack, THREADS);
-        launches.extend(one(Family::Optimizer, "dp_update", text, size, args));
+            .text(&[include_str!("text/adam.cuh"), STRETCHES, include_str!("text/update.cuh")]);
+        // A thread takes one pack.
+        let shift = (THREADS * pack).ilog2();
+        let args = operands.into_iter().chain(table(&some, shift)).collect();
+        launches.extend(one(Family::Optimizer, "dp_update", text, Size::blocks(blocks_of(&some, shift), THREADS, 0), args));
     }
     let bytes = u.n * (u.grad.size() + 2 * u.state.size() * (1 + moments as u64) + u.param.map_or(0, DType::size));
     routine(launches, 0, u.n * if adam { 14 } else { 6 }, bytes)
@@ -137,35 +139,70 @@ pub struct TrustSums<'a> {
     pub parameters: u64,
 }
 
-/// A launch for each parameter, into as many parts as the largest has, and one that adds the parts up.
+/// Two launches for as many parameters as a text has names for: into parts, then of these the sums.
 pub fn trust_sums(t: &TrustSums<'_>) -> Routine {
     let lengths = || t.stretches.iter().map(|(range, _)| range.end - range.start);
-    let most = lengths().max().unwrap_or(0);
-    // Every block begins where a pack may.
-    let stretch = parts(most).1.next_multiple_of(16);
-    let count = most.div_ceil(stretch).max(1);
+    // So that the largest parameter has not too many blocks.
+    let shift = parts(lengths().max().unwrap_or(0)).1.next_power_of_two().ilog2();
     let scale = if t.scale.is_some() { Arg::In(4) } else { Arg::Scalars };
     let shared = 32 * 8;
-    let mut launches = Vec::new();
-    for member in 0..t.parameters {
-        let here = t.trust.members.iter().position(|&m| m as u64 == member).and_then(|at| t.stretches.get(at));
+    // Of what there is nothing here the sums are of nothing.
+    let all = (0..t.parameters as usize).map(|member| {
+        let here = t.trust.members.iter().position(|&m| m == member).and_then(|at| t.stretches.get(at));
         let (range, pulled) = here.cloned().unwrap_or((0..0, false));
-        let pack = pack_of(&range, &[t.state, t.grad], t.alignment);
-        let text = stepping(t.state, t.grad, t.scale, pack, pulled).text(&[include_str!("text/adam.cuh"), include_str!("text/trust.cuh")]);
-        let sizes = [range.start, range.end, stretch].map(int);
-        let operands = [Arg::In(0), Arg::In(1), Arg::In(2), Arg::In(3), scale, Arg::Scalars, Arg::Aux(member * count * 16)];
-        let args = operands.into_iter().chain(sizes).collect();
+        Stretch { range, member, pulled }
+    });
+    let (mut launches, mut aux) = (Vec::new(), 0);
+    for (pack, some) in together(all, &[t.state, t.grad], t.alignment) {
+        let text = stepping(t.state, t.grad, t.scale, pack).text(&[include_str!("text/adam.cuh"), STRETCHES, include_str!("text/trust.cuh")]);
+        let (count, at) = (blocks_of(&some, shift), Arg::Aux(aux));
+        let operands = [Arg::In(0), Arg::In(1), Arg::In(2), Arg::In(3), scale, Arg::Scalars, at];
+        let args = operands.into_iter().chain(table(&some, shift)).collect();
         launches.extend(one(Family::Optimizer, "dp_trust", text, Size::blocks(count, THREADS, shared), args));
+        let config = Config::default().ty("trust_t", t.trust.sums).int("THREADS", THREADS);
+        let text = config.text(&[STRETCHES, include_str!("text/trust_total.cuh")]);
+        let args = [at, Arg::Out(0)].into_iter().chain(table(&some, shift)).collect();
+        launches.extend(one(Family::Optimizer, "dp_trust_total", text, Size::blocks(some.len() as u64, THREADS, shared), args));
+        aux += (count * 16).next_multiple_of(256);
     }
-    let text = Config::default().ty("trust_t", t.trust.sums).int("THREADS", THREADS).text(&[include_str!("text/trust_total.cuh")]);
-    let args = vec![Arg::Aux(0), Arg::Out(0), int(count)];
-    launches.extend(one(Family::Optimizer, "dp_trust_total", text, Size::blocks(t.parameters, THREADS, shared), args));
     let n: u64 = lengths().sum();
-    routine(launches, t.parameters * count * 16, 16 * n, n * (3 * t.state.size() + t.grad.size()))
+    // What stretches of nothing name is there.
+    routine(launches, aux.max(256), 16 * n, n * (3 * t.state.size() + t.grad.size()))
+}
+
+/// A part of a flat buffer, of one parameter where its number matters.
+#[derive(Clone, Debug)]
+struct Stretch {
+    range: Range<u64>,
+    member: usize,
+    pulled: bool,
+}
+
+const STRETCHES: &str = include_str!("text/stretches.cuh");
+/// For which `stretches.cuh` has names.
+const MOST_STRETCHES: usize = 16;
+
+/// Stretches that a launch may have together, and elements that its threads take at once.
+fn together(all: impl Iterator<Item = Stretch>, types: &[DType], alignment: Alignment) -> Vec<(u64, Vec<Stretch>)> {
+    let mut packs: BTreeMap<u64, Vec<Stretch>> = BTreeMap::new();
+    all.for_each(|s| packs.entry(pack_of(&s.range, types, alignment)).or_default().push(s));
+    packs.into_iter().rev().flat_map(|(pack, some)| some.chunks(MOST_STRETCHES).map(|c| (pack, c.to_vec())).collect::<Vec<_>>()).collect()
+}
+
+/// Blocks that take 2^shift elements of a stretch each.
+fn blocks_of(some: &[Stretch], shift: u32) -> u64 {
+    some.iter().map(|s| (s.range.end - s.range.start).div_ceil(1 << shift)).sum()
+}
+
+/// The last arguments of a launch.
+fn table(some: &[Stretch], shift: u32) -> impl Iterator<Item = Arg> {
+    let words = some.iter().flat_map(|s| [s.range.start, s.range.end, 2 * s.member as u64 + u64::from(s.pulled)]);
+    let rest = std::iter::repeat_n(0, 3 * (MOST_STRETCHES - some.len()));
+    [u64::from(shift)].into_iter().chain(words).chain(rest).map(int).collect::<Vec<_>>().into_iter()
 }
 
 /// What all kernels of optimizers are told.
-fn stepping(state: DType, grad: DType, scale: Option<DType>, pack: u64, pulled: bool) -> Config {
+fn stepping(state: DType, grad: DType, scale: Option<DType>, pack: u64) -> Config {
     Config::default()
         .ty("state_t", state)
         .ty("grad_t", grad)
@@ -173,7 +210,6 @@ fn stepping(state: DType, grad: DType, scale: Option<DType>, pack: u64, pulled: 
         .ty("acc", state.accumulator())
         .int("THREADS", THREADS)
         .int("VEC", pack)
-        .flag("PULLED", pulled)
         .flag("SCALED", scale.is_some())
 }
 

@@ -1,14 +1,16 @@
-// The sums that LAMB's trust ratio of a parameter is of, over the elements from `begin` to `end` that this rank has of it: squares of the parameter, and of the
-// direction of its update. Each block sums one stretch into two of `parts`: a thread's elements in `acc`, all else in double.
-// Config: state_t (of state and moments), grad_t, scale_t, acc, THREADS, VEC, PULLED (by weight decay), SCALED.
+// The sums that LAMB's trust ratios are of, over the elements that this rank has of each parameter: squares of the parameter, and of the direction of its update. Each block sums its
+// part of a stretch into two of `parts`: a thread's elements in `acc`, all else in double.
+// Config: state_t (of state and moments), grad_t, scale_t, acc, THREADS, VEC, SCALED.
 DP_KERNEL(dp_trust)(DP_IN(state_t) state, DP_IN(grad_t) grad, DP_IN(state_t) first, DP_IN(state_t) second, DP_IN(scale_t) scale, DP_IN(double) scalars,
-                    DP_OUT(double) parts, i64 begin, i64 end, i64 stretch) {
+                    DP_OUT(double) parts, i64 shift, DP_STRETCHES) {
     DP_SHARED(double, sums, 0, 32);
-    acc factor = SCALED ? acc(widen(dp_ld(scale, 0))) : acc(1), decay = PULLED ? acc(dp_ld(scalars, 5)) : acc(0);
+    Part part = {};
+    i64 block = blockIdx.x;
+    DP_EACH_STRETCH(DP_SEEK)
+    acc factor = SCALED ? acc(widen(dp_ld(scale, 0))) : acc(1), decay = part.what % 2 ? acc(dp_ld(scalars, 5)) : acc(0);
     Adam adam = dp_adam(scalars, 1.0);
-    i64 from = begin + i64(blockIdx.x) * stretch, to = dp_min(end, from + stretch);
     double weights = 0.0, directions = 0.0;
-    for (i64 at = from + i64(threadIdx.x) * VEC; at < to; at += THREADS * VEC) {
+    for (i64 at = part.begin + i64(threadIdx.x) * VEC; at < part.end; at += THREADS * VEC) {
         Pack<state_t, VEC> p = dp_ld_pack<VEC>(state, at), m = dp_ld_pack<VEC>(first, at), v = dp_ld_pack<VEC>(second, at);
         Pack<grad_t, VEC> g = dp_ld_pack<VEC>(grad, at);
         acc weight = acc(0), direction = acc(0);

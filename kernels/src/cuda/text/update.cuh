@@ -1,15 +1,19 @@
 // One optimizer step on flat buffers, in place. Config: state_t (of state and moments), grad_t, param_t, scale_t, trust_t, acc, THREADS, VEC, ADAM (two moments), LAMB,
-// COUPLED, PULLED (by weight decay), SCALED, CAST. Elements from `begin` to `end`; for LAMB those of the parameter whose sums are the `member`th of `trust`.
+// COUPLED, SCALED, CAST. For LAMB a stretch is of one parameter, by whose number its sums are in `trust`.
 // AdamW: p <- p (1 - lr wd) - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps). Adam (COUPLED): g <- g + wd p, then the same without decay. SGD: g <- g + wd p; v <- momentum v + g; p <- p - lr v.
 // LAMB: u = m / (1 - b1^t) / (sqrt(v) / sqrt(1 - b2^t) + eps) + wd p; p <- p - lr |p| / |u| u, the norms over the whole parameter; their quotient is 1 where either is zero.
 DP_KERNEL(dp_update)(DP_OUT(state_t) state, DP_IN(grad_t) grad, DP_OUT(state_t) first, DP_OUT(state_t) second, DP_OUT(param_t) param, DP_IN(scale_t) scale,
-                     DP_IN(trust_t) trust, DP_IN(double) scalars, i64 begin, i64 end, i64 member) {
-    i64 at = begin + (i64(blockIdx.x) * THREADS + threadIdx.x) * VEC;
-    if (at >= end) return;
+                     DP_IN(trust_t) trust, DP_IN(double) scalars, i64 shift, DP_STRETCHES) {
+    Part part = {};
+    i64 block = blockIdx.x;
+    DP_EACH_STRETCH(DP_SEEK)
+    i64 at = part.begin + i64(threadIdx.x) * VEC, member = part.what / 2;
+    bool pulled = part.what % 2;
+    if (at >= part.end) return;
     acc factor = SCALED ? acc(widen(dp_ld(scale, 0))) : acc(1);
     // Gradients that overflowed: the step is skipped.
     if (factor != factor) return;
-    acc lr = acc(dp_ld(scalars, 1)), decay = PULLED ? acc(dp_ld(scalars, 5)) : acc(0);
+    acc lr = acc(dp_ld(scalars, 1)), decay = pulled ? acc(dp_ld(scalars, 5)) : acc(0);
     Pack<state_t, VEC> p = dp_ld_pack<VEC>(state, at), m = dp_ld_pack<VEC>(first, at), v;
     Pack<grad_t, VEC> g = dp_ld_pack<VEC>(grad, at);
     Pack<param_t, VEC> out;
@@ -18,7 +22,7 @@ DP_KERNEL(dp_update)(DP_OUT(state_t) state, DP_IN(grad_t) grad, DP_OUT(state_t) 
     acc keep = acc(0), momentum = acc(0);
     if (ADAM) {
         adam = dp_adam(scalars, LAMB ? 1.0 : dp_ld(scalars, 1));
-        keep = COUPLED || !PULLED ? acc(1) : acc(1.0 - dp_ld(scalars, 1) * dp_ld(scalars, 5));
+        keep = COUPLED || !pulled ? acc(1) : acc(1.0 - dp_ld(scalars, 1) * dp_ld(scalars, 5));
     } else {
         momentum = acc(dp_ld(scalars, 6));
     }

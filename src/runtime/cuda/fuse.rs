@@ -69,7 +69,7 @@ impl<'a> Buffers<'a> {
         for (id, buffer) in stage.buffers.iter() {
             match &buffer.content {
                 Content::Value { value, .. } => of_value.entry(*value).or_default().push(id),
-                Content::Frame if buffer.space == Space::Device => frames.push(id),
+                Content::Frame if stage.space(id) == Space::Device => frames.push(id),
                 Content::Frame
                 | Content::Flat { .. }
                 | Content::Member { .. }

@@ -31,7 +31,7 @@ pub struct Baseline {
 #[derive(Clone, Debug, Default)]
 pub struct Comparison {
     pub rows: Vec<Baseline>,
-    /// The quickest plan of those that offload nothing and share their work as plans of the space do: what is taken where time ran out before anything better was found.
+    /// The quickest plan of those that share their work as plans of the space do: what is taken where time ran out before anything better was found.
     pub quickest: Option<(Plan, Nanos)>,
 }
 
@@ -95,7 +95,8 @@ pub fn baselines(problem: &Problem, prices: &mut dyn Prices, node: Node, late: &
     let mut rows: Vec<(&str, Option<u64>)> =
         systems.iter().zip(&found).map(|((name, _), found)| (*name, found.as_ref().map(Best::objective))).collect();
     rows.splice(4..4, offloaded.iter().map(|(name, found)| (*name, found.as_ref().map(Best::objective))));
-    let quickest = found.iter().flatten().min_by_key(|best| best.objective());
+    let plans = found.iter().chain(offloaded.iter().map(|(_, found)| found)).flatten();
+    let quickest = plans.min_by_key(|best| best.objective());
     let quickest = quickest.map(|best| (plan(&best.problem, &best.found), Nanos(best.objective())));
     let ddp = found.into_iter().next().flatten();
     // Fully sharded data parallelism is ZeRO-3 under another name.

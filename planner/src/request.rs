@@ -12,7 +12,7 @@ use crate::pins::{Allowed, PinError, Pins};
 use crate::predict::predict;
 use crate::prices::Prices;
 use crate::problem::{Problem, device_limit};
-use crate::search::{Closed, Found, Outcome, Statistics, explore};
+use crate::search::{Closed, Found, How, Outcome, Statistics, explore};
 use crate::space::{layouts, nearest_batch, needs_of_pipelines};
 use crate::units::{Bytes, Nanos};
 use dplan_ir::dtype::DType;
@@ -74,12 +74,19 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// Another plan of the same space in its place, if that is quicker: what bounds say of the space still holds.
+    /// Another plan in its place, if that is quicker. What bounds say of the space still holds if it is of the space; if it offloads and the space knew no offloading, nothing is
+    /// known of the wider space that it is of.
     pub fn or_quicker(self, other: Option<(Plan, Nanos)>) -> Answer {
-        match other.filter(|(_, objective)| *objective < self.objective) {
-            None => self,
-            Some((plan, objective)) => Answer { plan, objective, statistics: self.statistics.of_plan(objective.0), ..self },
+        let Some((plan, objective)) = other.filter(|(_, objective)| *objective < self.objective) else { return self };
+        let offloads = plan.options.iter().any(|o| o.away() != Away::default());
+        if !offloads || self.pins.offload.is_pinned() {
+            return Answer { plan, objective, statistics: self.statistics.of_plan(objective.0), ..self };
         }
+        let mut pins = self.pins;
+        pins.offload.everywhere = Allowed::only(Away::all().collect());
+        let closed = self.closed.iter().map(|closed| Closed { how: How::Open(0), ..*closed }).collect();
+        let statistics = Statistics { solved: 0, lower_bound: 0, gap: 1.0, proved: false, ..self.statistics };
+        Answer { plan, objective, statistics, closed, pins }
     }
 }
 
@@ -202,7 +209,8 @@ impl<'a> Planner<'a> {
             None => outcome.statistics.proved && !self.problem.pins.offload.is_pinned(),
             Some(found) => !late() && self.problem.pins.leave_all_choices() && self.offloaded_is_quicker(found.solution.objective, &late),
         };
-        if asks && !late() {
+        // Where nothing fits without, an answer needs some plan, also out of time.
+        if asks && (outcome.best.is_none() || !late()) {
             outcome = self.widened(outcome, solver, &late)?;
         }
         match outcome.best {

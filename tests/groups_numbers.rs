@@ -59,6 +59,14 @@ fn constant(launch: &Launch, name: &str) -> u64 {
     line.and_then(|value| value.parse().ok()).unwrap_or(1)
 }
 
+/// The stretches of a launch of an optimizer's kernel, and the elements of one of its blocks as a power of two: its last arguments.
+fn stretches(launch: &Launch) -> (u32, Vec<(u64, u64)>) {
+    let numbers: Vec<u64> = launch.args.iter().filter_map(|arg| if let Arg::Int(n) = arg { Some(*n as u64) } else { None }).collect();
+    let Some((shift, table)) = numbers.split_first() else { panic!("{:?}", launch.args) };
+    assert!(table.len() == 3 * 16 && launch.args[launch.args.len() - numbers.len()..].iter().all(|arg| matches!(arg, Arg::Int(_))));
+    (*shift as u32, table.chunks(3).filter(|s| s[0] < s[1]).map(|s| (s[0], s[1])).collect())
+}
+
 /// Group 31 (TransformerEngine#2918, apex#1825): a tensor of more than 2³¹ − 1 elements in a kernel that counts in 32 bits. No test has the memory to train one;
 /// sizes and places in the program, arguments and grids of the kernels are those of 64 bits.
 #[test]
@@ -88,16 +96,24 @@ fn group_31_more_than_two_to_the_31_elements_are_counted_in_64_bits() {
         let (Routine { launches, .. }, sums) = update(optimizer);
         let mut done = 0;
         for launch in &launches {
-            let [.., Arg::Int(begin), Arg::Int(end), _] = launch.args[..] else { panic!("{:?}", launch.args) };
-            assert_eq!(begin as u64, done);
-            done = end as u64;
-            let threads = u64::from(launch.grid) * u64::from(launch.threads);
-            assert!(threads * constant(launch, "VEC") >= done - begin as u64, "{} threads for {begin}..{end}", threads);
+            let (shift, stretches) = stretches(launch);
+            let (threads, vec) = (u64::from(launch.threads), constant(launch, "VEC"));
+            assert!(threads * vec >= 1 << shift, "{threads} threads for 2^{shift} elements");
+            let mut blocks = 0;
+            for (begin, end) in stretches {
+                assert_eq!(begin, done);
+                (done, blocks) = (end, blocks + (end - begin).div_ceil(1 << shift));
+            }
+            assert_eq!(u64::from(launch.grid), blocks);
         }
         assert_eq!(done, n);
         for launch in &sums.launches[..2] {
-            let [.., Arg::Int(begin), Arg::Int(end), Arg::Int(stretch)] = launch.args[..] else { panic!("{:?}", launch.args) };
-            assert!(u64::from(launch.grid) * stretch as u64 >= (end - begin) as u64 && stretch % 16 == 0);
+            let (shift, stretches) = stretches(launch);
+            let elems: u64 = stretches.iter().map(|(begin, end)| end - begin).sum();
+            let blocks: u64 = stretches.iter().map(|(begin, end)| (end - begin).div_ceil(1 << shift)).sum();
+            // First the sums of parts, then one block for each parameter.
+            assert_eq!(elems, n);
+            assert_eq!(u64::from(launch.grid), if launch.entry == "dp_trust" { blocks } else { stretches.len() as u64 });
         }
     }
     let sum = &flat::square_sum(DType::F32, DType::F32, n).launches[0];

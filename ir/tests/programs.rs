@@ -77,7 +77,11 @@ fn trains_alike(case: &Case, graph: &Graph, program: &Program, shape: Shape, wha
                 let shape = graph.shape(graph.inputs[k as usize]);
                 Tensor::from_fn(&shape, |i| ((i[0] * 5 + i[1] * 3 + i[1] * i[1] + m * 3 + k * 2 + step) % 7) as f64)
             };
-            vec![row(0), row(1)]
+            let first = documents::input(graph).map(|value| {
+                let shape = graph.shape(value);
+                Tensor::from_fn(&shape, |i| f64::from(cases::FIRST[((i[0] + m) % 2) as usize][graph.order.position(i[1], shape[1]) as usize]))
+            });
+            [row(0), row(1)].into_iter().chain(first).collect::<Vec<_>>()
         };
         let inputs: Vec<Vec<Tensor>> = (0..shape.micro_batches).map(batch).collect();
         let draws = Draws { seed: 5, sequence: 10 * step };

@@ -40,12 +40,16 @@ fn dropped() -> Case {
     Case { graph, ..case }
 }
 
+/// Where the documents of packed sequences begin, of two of them.
+#[allow(dead_code)] // Not every test makes data of its own.
+pub const FIRST: [[u8; 6]; 2] = [[0, 0, 0, 3, 4, 4], [0, 1, 2, 2, 2, 2]];
+
 /// Three documents in each sequence of six tokens, the second of one token, and where they lie not the same in all sequences.
 fn packed(case: Case) -> Case {
     let mut graph = documents::keep_apart(&case.graph).unwrap_or_else(|why| panic!("{why}"));
     graph.name = format!("packed_{}", case.graph.name);
     let batch = case.inputs[0].dims[0];
-    let first = Tensor::from_fn(&[batch, 6], |i| [[0, 0, 0, 3, 4, 4], [0, 1, 2, 2, 2, 2]][i[0] as usize % 2][i[1] as usize].into());
+    let first = Tensor::from_fn(&[batch, 6], |i| FIRST[i[0] as usize % 2][i[1] as usize].into());
     // Parameters may be numbered in another order.
     let params = init::params(&graph, 3);
     Case { params, inputs: case.inputs.into_iter().chain([first]).collect(), graph, ..case }

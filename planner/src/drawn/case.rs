@@ -146,8 +146,11 @@ impl Case {
     fn any(dice: &mut Dice) -> Case {
         let model = Model::drawn(dice);
         let layers = model.layers();
-        let schedule = dice.pick(&Schedule::ALL);
+        // Few of all others are.
+        let alone = dice.one_in(16);
+        let schedule = if alone { dice.pick(&[Schedule::GPipe, Schedule::OneFOneB]) } else { dice.pick(&Schedule::ALL) };
         let (stages, virtual_stages): (u64, u64) = match schedule {
+            Schedule::GPipe | Schedule::OneFOneB if alone => (1, 1),
             Schedule::GPipe | Schedule::OneFOneB => (dice.pick(&[1, 1, 2, 3, 4]), 1),
             Schedule::ZbH1 => (dice.pick(&[2, 3, 4]), 1),
             Schedule::Interleaved => (dice.pick(&[2, 3]), dice.pick(&[2, 3])),
@@ -186,6 +189,9 @@ impl Case {
             decay: dice.pick(&[DecayGroups::All, DecayGroups::Matrices]),
             streams: if dice.one_in(3) { Some(dice.roll(1000)) } else { None },
         };
+        if alone {
+            (case.dp, case.ep, case.cp, case.tp) = (1, 1, 1, 1);
+        }
         case.settle();
         case
     }

@@ -1,0 +1,184 @@
+//! Kinds of damage, and their names.
+
+use super::words;
+
+/// Kinds of damage.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Damage {
+    DropRun,
+    DropCollective,
+    DropMessage,
+    DropZero,
+    DropAddInto,
+    DropCopy,
+    DropSquareSum,
+    DropUpdate,
+    DropRecord,
+    DropWait,
+    RepeatCollective,
+    RepeatMessage,
+    RepeatAccumulation,
+    RepeatUpdate,
+    SwapNeighbours,
+    SwapCollectives,
+    WrongPeer,
+    WrongChannel,
+    WrongPattern,
+    WrongDim,
+    WrongMonoid,
+    FewerAxes,
+    MoreAxes,
+    WithoutStages,
+    SetForAdd,
+    AddForSet,
+    CountOften,
+    CountRarely,
+    WithoutClip,
+    WrongMoment,
+    WrongOperand,
+    WrongResult,
+    WrongNode,
+    OtherStream,
+    AliasBuffer,
+    MoveBuffer,
+    ShortenBuffer,
+    FewerSlots,
+    NarrowSlots,
+    WholeForPiece,
+    WrongPartial,
+    Untie,
+    ShiftMember,
+    DropCall,
+    RepeatCall,
+    SwapCalls,
+    WrongMicroBatch,
+    SmallerArena,
+    /// A copy between device and another memory goes the other way.
+    CopyBackwards,
+    /// A wait is for another event.
+    WrongEvent,
+    /// A record comes before what it stands for.
+    EarlyRecord,
+    /// A wait comes after what it holds.
+    LateWait,
+    /// The update leaves the parameters in the compute type as they were.
+    StaleParam,
+    /// The update comes first in its segment.
+    EarlyUpdate,
+    /// An instruction is anywhere else in its segment.
+    OtherPlace,
+    /// A flat buffer claims another role.
+    WrongRole,
+    /// A value claims to be sharded in another dim.
+    WrongSharding,
+    /// A flat buffer claims to be less cut up.
+    WrongPieces,
+    /// A buffer is of a shorter type.
+    ShorterType,
+    /// A kernel has no working memory.
+    WithoutScratch,
+    /// A call is of another segment.
+    WrongSegment,
+    /// There is a micro-batch more than calls.
+    MoreMicroBatches,
+    /// A dim is padded further.
+    OtherPadding,
+    /// The memory of the host is smaller.
+    LessHost,
+    /// A collective is over another axis of the same size.
+    OtherAxis,
+    /// A dropout draws with the key of another one, and says of its operand and result what fits that.
+    WrongKey,
+    /// The file is shorter.
+    LessFile,
+    DropTrustSums,
+    WithoutTrust,
+    /// Gradients on the wire are not rounded, or their shares not added up.
+    DropCast,
+    /// A copy between memories comes first in its segment: before what it takes along is there, or before its place is free.
+    EarlyCopy,
+    /// A copy takes another frame along.
+    OtherFrame,
+}
+
+impl Damage {
+    pub const ALL: [Damage; 72] = [
+        Damage::DropRun,
+        Damage::DropCollective,
+        Damage::DropMessage,
+        Damage::DropZero,
+        Damage::DropAddInto,
+        Damage::DropCopy,
+        Damage::DropSquareSum,
+        Damage::DropUpdate,
+        Damage::DropRecord,
+        Damage::DropWait,
+        Damage::RepeatCollective,
+        Damage::RepeatMessage,
+        Damage::RepeatAccumulation,
+        Damage::RepeatUpdate,
+        Damage::SwapNeighbours,
+        Damage::SwapCollectives,
+        Damage::WrongPeer,
+        Damage::WrongChannel,
+        Damage::WrongPattern,
+        Damage::WrongDim,
+        Damage::WrongMonoid,
+        Damage::FewerAxes,
+        Damage::MoreAxes,
+        Damage::WithoutStages,
+        Damage::SetForAdd,
+        Damage::AddForSet,
+        Damage::CountOften,
+        Damage::CountRarely,
+        Damage::WithoutClip,
+        Damage::WrongMoment,
+        Damage::WrongOperand,
+        Damage::WrongResult,
+        Damage::WrongNode,
+        Damage::OtherStream,
+        Damage::AliasBuffer,
+        Damage::MoveBuffer,
+        Damage::ShortenBuffer,
+        Damage::FewerSlots,
+        Damage::NarrowSlots,
+        Damage::WholeForPiece,
+        Damage::WrongPartial,
+        Damage::Untie,
+        Damage::ShiftMember,
+        Damage::DropCall,
+        Damage::RepeatCall,
+        Damage::SwapCalls,
+        Damage::WrongMicroBatch,
+        Damage::SmallerArena,
+        Damage::CopyBackwards,
+        Damage::WrongEvent,
+        Damage::EarlyRecord,
+        Damage::LateWait,
+        Damage::StaleParam,
+        Damage::EarlyUpdate,
+        Damage::OtherPlace,
+        Damage::WrongRole,
+        Damage::WrongSharding,
+        Damage::WrongPieces,
+        Damage::ShorterType,
+        Damage::WithoutScratch,
+        Damage::WrongSegment,
+        Damage::MoreMicroBatches,
+        Damage::OtherPadding,
+        Damage::LessHost,
+        Damage::OtherAxis,
+        Damage::WrongKey,
+        Damage::LessFile,
+        Damage::DropTrustSums,
+        Damage::WithoutTrust,
+        Damage::DropCast,
+        Damage::EarlyCopy,
+        Damage::OtherFrame,
+    ];
+
+    /// In words: `drop wait`.
+    pub fn name(self) -> String {
+        words(&format!("{self:?}"))
+    }
+}

@@ -4,6 +4,7 @@ mod cases;
 mod naive;
 
 use cases::Case;
+use dplan_ir::documents;
 use dplan_ir::dropout::Draws;
 use dplan_ir::dtype::DType;
 use dplan_ir::grad::differentiate;

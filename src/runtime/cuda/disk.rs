@@ -3,8 +3,10 @@
 //! Bytes go by way of pinned memory, a *piece* at a time, on two streams: the program's, which copies between the device and pinned memory, and the disk's, on which the host
 //! reads and writes the file. Events hand the pieces over, so that the disk reads ahead of what is copied in, and writes while the program's stream goes on:
 //!
-//!     out:  program  [device -> 0]  [device -> 1]  ...          in:  disk     [file -> 0]  [file -> 1]  ...
-//!           disk                    [0 -> file]    [1 -> file]       program               [0 -> device]  [1 -> device]
+//! ```text
+//! out:  program  [device -> 0]  [device -> 1]  ...          in:  disk     [file -> 0]  [file -> 1]  ...
+//!       disk                    [0 -> file]    [1 -> file]       program               [0 -> device]  [1 -> device]
+//! ```
 //!
 //! A copy is complete for the program when the device has the bytes, or pinned memory has. The file is touched on the disk's stream alone, in issue order, which is an order in
 //! which everything can be done: what is read was written before, and nobody waits for somebody who waits for him.

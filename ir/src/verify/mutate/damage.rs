@@ -1,6 +1,6 @@
 //! Damage: what a compiler, or a person with an editor, can get wrong.
 
-use super::{Cut, show, words};
+use super::{Cut, Damage, show};
 use crate::dtype::DType;
 use crate::entity::{BufferId, DimId, NodeId, ValueId};
 use crate::graph::{Graph, Node};

@@ -6,10 +6,11 @@
 
 mod damage;
 mod flaw;
+mod kind;
 mod rewrite;
 
-pub use damage::Damage;
 pub use flaw::Flaw;
+pub use kind::Damage;
 pub use rewrite::Rewrite;
 
 use crate::entity::{BufferId, EventId, SegmentId};

@@ -6,12 +6,13 @@
 use std::ffi::{c_int, c_void};
 use std::path::PathBuf;
 use std::ptr::null_mut;
+use std::sync::OnceLock;
 
 use dplan_ir::dtype::DType;
 use dplan_ir::program::Write;
 use dplan_kernels::cuda::Alignment;
-use dplan_kernels::cuda::library::{Curve, Factor, Matmul};
-use dplan_kernels::jit;
+use dplan_kernels::cuda::library::{self, Curve, Factor, Matmul, Row};
+use dplan_kernels::jit::{self, Cache};
 
 use super::AbsentError;
 use super::cuda::Handle;
@@ -289,6 +290,19 @@ fn epilogue(of: &Matmul) -> c_int {
         Some(Curve::Relu) => 2 | bias,
         Some(Curve::Gelu) => 32 | bias,
     }
+}
+
+/// The table of products: what was measured on this machine, then what others published. Read once a process.
+pub(super) fn rows(cache: &Cache) -> Result<&'static [Row], AbsentError> {
+    static ROWS: OnceLock<Vec<Row>> = OnceLock::new();
+    if let Some(rows) = ROWS.get() {
+        return Ok(rows);
+    }
+    let path = cache.folder().join(library::FILE);
+    let measured = std::fs::read_to_string(&path).unwrap_or_default();
+    let parsed = |text: &str| library::parse(text).map_err(|why| AbsentError::Products { path: path.display().to_string(), why });
+    let rows = [parsed(&measured)?, parsed(library::PUBLISHED)?].concat();
+    Ok(ROWS.get_or_init(|| rows))
 }
 
 /// A number in the type that results are scaled in.

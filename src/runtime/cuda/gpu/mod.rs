@@ -11,10 +11,10 @@ pub mod nccl;
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::ptr::null_mut;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use dplan_kernels::cuda::library::{self as products, Library, Row};
+use dplan_kernels::cuda::library::{Library, RowError};
 use dplan_kernels::cuda::{Launch, Target, TensorMap};
 use dplan_kernels::jit::{self, Arch, Cache, Nvrtc};
 
@@ -38,8 +38,8 @@ pub enum AbsentError {
     Call(#[from] DriverError),
     #[error(transparent)]
     Nvrtc(#[from] jit::JitError),
-    #[error("{path}: {source}")]
-    Products { path: String, source: products::RowError },
+    #[error("{path}: {why}; without the file, published products alone are known")]
+    Products { path: String, why: RowError },
 }
 
 /// A GPU, as one rank's device.
@@ -113,7 +113,7 @@ impl Gpu {
             cuda.check("cuCtxSetCurrent", (cuda.context_set)(context))?;
         }
         let (cache, library) = (Cache::standard(), CublasLt::open());
-        let asked = if library.is_ok() { Library::Table(rows(&cache)?) } else { Library::Absent };
+        let asked = if library.is_ok() { Library::Table(cublaslt::rows(&cache)?) } else { Library::Absent };
         Ok(Gpu {
             cuda,
             nvrtc,
@@ -269,19 +269,6 @@ impl Gpu {
         // The address is the handle.
         (memory.0 + offset) as *mut c_void
     }
-}
-
-/// The table of products: what was measured on this machine, then what others published. Read once a process.
-fn rows(cache: &Cache) -> Result<&'static [Row], AbsentError> {
-    static ROWS: OnceLock<Vec<Row>> = OnceLock::new();
-    if let Some(rows) = ROWS.get() {
-        return Ok(rows);
-    }
-    let path = cache.folder().join(products::FILE);
-    let measured = std::fs::read_to_string(&path).unwrap_or_default();
-    let parsed = |text: &str| products::parse(text).map_err(|source| AbsentError::Products { path: path.display().to_string(), source });
-    let rows = [parsed(&measured)?, parsed(products::PUBLISHED)?].concat();
-    Ok(ROWS.get_or_init(|| rows))
 }
 
 fn unmet(call: &'static str) -> DriverError {

@@ -110,7 +110,7 @@ pub fn compile(forward: &Graph, options: &Options<'_>) -> Result<Compiled, Compi
         let answer = Planner::new(request()).and_then(|mut planner| planner.search_by(options.solver));
         match answer {
             // Time ran out: what textbook systems found meanwhile counts too.
-            Ok(answer) if !answer.statistics.proved && options.pins == Pins::default() => {
+            Ok(answer) if !answer.statistics.proved && options.pins.leave_all_choices() => {
                 let Comparison { rows, quickest } = joined(textbook);
                 (lowered(&graph, &classes, &options.cluster, answer.or_quicker(quickest), &dump), rows)
             }

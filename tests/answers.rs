@@ -215,3 +215,23 @@ fn without_time_the_plan_is_no_slower_than_textbook_systems() {
         assert_eq!((&said["ok"], &said["certificate"]["proved"]), (&Value::Bool(true), &Value::Bool(false)), "{said}");
     }
 }
+
+/// The inputs of 120 layers do not fit, but may wait in a file: both solvers find the plan, and the checker of certificates knows as well that layouts are not crowded.
+#[test]
+fn many_layers_are_not_crowded_where_their_inputs_wait_elsewhere() {
+    let dir = scratch("deep");
+    let (config, plan) = (dir.join("config.json").display().to_string(), dir.join("plan.json").display().to_string());
+    let model = r#"{"model_type":"llama","hidden_size":64,"intermediate_size":64,"num_hidden_layers":120,"num_attention_heads":2,"num_key_value_heads":2,"vocab_size":64,"max_position_embeddings":1024}"#;
+    std::fs::write(&config, model).unwrap();
+    for (cluster, batch, limit) in [("cpu:2", "8", "14MiB"), ("cpu:1", "2", "16MiB")] {
+        let args = ["compile", &config, "--cluster", cluster, "--seq", "1024", "--batch", batch, "--memory-limit", limit, "--json", "-o", &plan];
+        let step = |solver: &str| {
+            let plan: Value = serde_json::from_str(&dplan_ok(&[&args[..], &["--solver", solver]].concat())).unwrap();
+            assert_eq!(plan["search"]["proved"], true, "{plan}");
+            number(&plan, "/predicted/step_seconds")
+        };
+        assert_eq!(step("ilp"), step("exact"), "{cluster}");
+        let said: Value = serde_json::from_str(&dplan_ok(&["verify", &plan, "--certificate", "--json"])).unwrap();
+        assert_eq!((&said["ok"], &said["certificate"]["proved"]), (&Value::Bool(true), &Value::Bool(true)), "{said}");
+    }
+}

@@ -170,7 +170,7 @@ pub enum Wire {
     /// The one that they are added up in: nothing is rounded on the way.
     #[default]
     Full,
-    /// What each rank has added up is rounded to bf16 for the exchange, once; the sum over the ranks is of the accumulator's type again. It changes numbers, so
+    /// What each rank has added up is rounded to bf16 for each exchange: of a step at ZeRO 0 and 1, of a micro-batch above; the sum over the ranks is of the accumulator's type again. It changes numbers, so
     /// plans have it where it is asked for and nowhere else.
     Bf16,
 }

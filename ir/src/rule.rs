@@ -204,12 +204,13 @@ pub fn rule(op: &Op, in_ranks: &[usize], out_ranks: &[usize]) -> Rule {
     }
 }
 
-/// Query and key sequences are different factors; a softmax needs all its keys.
+/// The spellings of an attention's operands: first positions of documents come last.
 fn masked(attention: &Attention, others: &[&'static str]) -> Vec<&'static str> {
     let first = (attention.mask.documents == Documents::Apart).then_some("bs");
     others.iter().copied().chain(first).collect()
 }
 
+/// Query and key sequences are different factors; a softmax needs all its keys.
 fn attention_split(label: Label) -> Split {
     match label {
         'g' | 'r' => Split::Free,

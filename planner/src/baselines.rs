@@ -120,6 +120,7 @@ fn best_of(problem: &Problem, prices: &mut dyn Prices, texts: &[String], node: N
     // Textbook systems recompute everywhere or nowhere.
     for (text, recompute) in texts.iter().flat_map(|t| ["none", "full"].map(|r| (t, r))) {
         let Ok(pins) = Pins::parse(&format!("{text},recompute={recompute}")) else { continue };
+        let pins = Pins { wire: problem.pins.wire, ..pins };
         let below = best.as_ref().map_or(cut, Best::objective);
         let problem = problem.under(prices, pins);
         let found = explore_below(&problem, prices, below, late).best.map(|found| Best { problem, found });

@@ -109,7 +109,11 @@ pub fn check(problem: &Problem, prices: &mut dyn Prices, objective: u64, lower_b
                 record(&mut checked, &mut faults, tuple, claimed, found, objective);
             }
             How::Trend(claimed) => {
-                let sequences = trend_batches[&tuple.tp];
+                // Without tuples of its tensor parallelism that are not crowded, a trend is of nothing.
+                let Some(&sequences) = trend_batches.get(&tuple.tp) else {
+                    faults.push(Fault::Unfounded { tuple, claimed, found: 0, objective });
+                    continue;
+                };
                 let references = [Reference::Whole { sequences }, Reference::Same { sequences }, Reference::own(&tuple)];
                 let found = references.into_iter().map(|from| reached(problem, prices, &tuple, from, objective)).find(|&found| found >= objective);
                 record(&mut checked, &mut faults, tuple, claimed, found.unwrap_or(0), objective);
@@ -136,11 +140,12 @@ fn record(checked: &mut Checked, faults: &mut Vec<Fault>, tuple: Tuple, claimed:
     }
 }
 
-/// Whether some stage would have to keep more layer inputs than it has room for, however the layers are shared out.
+/// Whether some stage would have to keep more layer inputs than it has room for, however the layers are shared out. Layers whose inputs may wait elsewhere do not count.
 pub(crate) fn is_crowded(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple) -> bool {
     let inputs: Vec<u64> = (1..problem.layers.len() as u32).map(|layer| prices.boundary_bytes(layer - 1, tuple.shape(Site::ONLY))).collect();
     let smallest = inputs.iter().copied().min().unwrap_or(0);
-    let mut left = inputs.len() as u64;
+    let stays = |kind: usize| problem.kinds[kind].away.iter().all(|away| away.activations.is_none());
+    let mut left = problem.layers.iter().skip(1).filter(|&&kind| stays(kind)).count() as u64;
     for stage in 0..tuple.pp {
         left =
             left.saturating_sub(problem.budget_at(site_of(prices, tuple, stage)).checked_div(tuple.in_flight(stage) * smallest).unwrap_or(u64::MAX));

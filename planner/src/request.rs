@@ -74,12 +74,16 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// Another plan in its place, if that is quicker. What bounds say of the space still holds if it is of the space; if it offloads and the space knew no offloading, nothing is
-    /// known of the wider space that it is of.
+    /// Another plan in its place, if that is quicker. What bounds say of the space still holds if it is of the space; if it offloads in a way that the space did not know, nothing
+    /// is known of the wider space that it is of.
     pub fn or_quicker(self, other: Option<(Plan, Nanos)>) -> Answer {
         let Some((plan, objective)) = other.filter(|(_, objective)| *objective < self.objective) else { return self };
-        let offloads = plan.options.iter().any(|o| o.away() != Away::default());
-        if !offloads || self.pins.offload.is_pinned() {
+        let knows = |away: Away| away == Away::default() || self.pins.offload.is_pinned();
+        let is_known = (0..).zip(&plan.layers).all(|(layer, &option)| {
+            let away = plan.options[option as usize].away();
+            knows(away) && self.pins.offload.allows(layer, &away)
+        });
+        if is_known {
             return Answer { plan, objective, statistics: self.statistics.of_plan(objective.0), ..self };
         }
         let mut pins = self.pins;

@@ -66,11 +66,10 @@ pub struct Statistics {
 }
 
 impl Statistics {
-    /// The same of another plan of the space.
+    /// The same of another plan of the space, found without a proof.
     pub fn of_plan(self, objective: u64) -> Statistics {
-        let lower_bound = self.lower_bound.min(objective);
-        let gap = (objective - lower_bound) as f64 / objective.max(1) as f64;
-        Statistics { lower_bound, gap, proved: self.proved || lower_bound == objective, ..self }
+        let gap = objective.saturating_sub(self.lower_bound) as f64 / objective.max(1) as f64;
+        Statistics { gap, proved: false, ..self }
     }
     /// The same if plans outside the space may be as quick as `beyond`.
     pub fn above(self, beyond: u64, objective: u64) -> Statistics {

@@ -199,7 +199,8 @@ inline uint32_t element_at(uint64_t matrix, bool rows, unsigned mn, unsigned k) 
 #if defined(__GNUC__) && !defined(__clang__)
 __attribute__((optimize("O3")))
 #endif
-inline void compute(Product& p, Held& held, unsigned quarter) {
+// Internal: what is static in an inline function is one object for all libraries of a process (STB_GNU_UNIQUE), and each runs under a lock of its own.
+static void compute(Product& p, Held& held, unsigned quarter) {
     static float a[16][16], b[16][256], c[16][256];
     auto half = [&](uint32_t at) { uint16_t bits; memcpy(&bits, S.shared + at, 2); return p.half(bits); };
     for (unsigned m = 0; m < 16; m++)

@@ -14,7 +14,7 @@ use std::ptr::null_mut;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use dplan_kernels::cuda::library::{Library, RowError};
+use dplan_kernels::cuda::library::{Library, Row, RowError};
 use dplan_kernels::cuda::{Launch, Target, TensorMap};
 use dplan_kernels::jit::{self, Arch, Cache, Nvrtc};
 

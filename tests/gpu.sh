@@ -2,7 +2,7 @@
 # Checks and measures dplan on a machine with a GPU, and prints a report in Markdown: tests/gpu.sh [DPLAN] > docs/gpu.md
 #
 # It needs the binary (target/release/dplan if none is named), NVIDIA's driver, and NVRTC (`pip install nvidia-cuda-nvrtc-cu12`); cuBLASLt (`pip install nvidia-cublas-cu12`) is measured if it
-# is there. No Rust. It ends with 1 if a check fails. Each part has its limit in seconds; on a GPU of 2022 all take under 8 minutes.
+# is there. No Rust. It ends with 1 if a check fails. Each part has its limit in seconds; no GPU has shown yet how long all of them take.
 #
 #   DPLAN_GPU_CASES     shapes that are drawn of each family of kernels (40)
 #   DPLAN_GPU_PARTS     which parts: kernels train offload oracles time step
@@ -123,7 +123,7 @@ fi
 if wants step; then
     say "## A step of a larger model"; say
     limit 150 "$dplan" run "$work/large.json" --device cuda --steps 8 --json > "$work/run" && {
-        # Half of the steps, from the third on: the first two compile, and capture.
+        # Half of the steps, from the fourth on: the first ones compile, and capture.
         sed -n 's/.*"seconds":\([0-9.e+-]*\).*"step":.*"tokens_per_second":\([0-9.e+-]*\).*/\1 \2/p' "$work/run" | tail -n +4 | sort -g |
             awk '{ s[NR] = $1; t[NR] = $2 } END { print s[int((NR + 1) / 2)], t[int((NR + 1) / 2)] }' > "$work/median"
         read -r seconds tokens < "$work/median"

@@ -32,10 +32,10 @@ pub struct Args {
     #[arg(required_unless_present = "check")]
     plan: Option<PathBuf>,
     /// Run kernels of every family on this machine's GPU, on random shapes and numbers, against references in f64.
-    #[arg(long, conflicts_with = "time")]
+    #[arg(long, conflicts_with_all = ["time", "output", "json"])]
     check: bool,
     /// Shapes of a family that --check draws.
-    #[arg(long, default_value_t = 40, value_name = "N")]
+    #[arg(long, default_value_t = 40, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     cases: u64,
     /// Time the plan's kernels on this machine's GPU, beside a copy of the device and products of cuBLASLt; what was timed decides from then on who computes products here.
     #[arg(long)]

@@ -225,6 +225,10 @@ fn check(args: &Args) -> anyhow::Result<()> {
     }
     ensure!(args.clip > 0.0, "--clip {}: expected a number above 0", args.clip);
     ensure!(args.timeout.is_finite() && args.timeout > 0.0, "--timeout {}: expected seconds above 0", args.timeout);
+    ensure!(
+        !args.together || args.device == cuda::Device::Cuda,
+        "--together: CPU ranks share a process anyway; --device cuda puts all ranks on one GPU"
+    );
     ensure!(args.every > 0, "--every 0: expected at least 1");
     ensure!(args.keep > 0, "--keep 0: expected at least 1");
     ensure!(args.loss_scale_window > 0, "--loss-scale-window 0: expected at least 1");

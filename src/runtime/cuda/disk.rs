@@ -197,7 +197,7 @@ impl Disk {
             State::Open | State::Closed => Ok(()),
         }
     }
-    /// Ends all work: what is still called does nothing. Returns the pinned memory if it must be left behind, since a disk does not answer.
+    /// Ends all work: what is still called does nothing. Returns the pinned memory of pieces if a disk does not answer: it must be left behind.
     pub fn close(&mut self) -> Option<Pinned> {
         let busy = match self.desk.state.try_lock() {
             Ok(mut state) => {

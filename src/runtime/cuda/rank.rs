@@ -336,9 +336,8 @@ impl<D: Driver> Rank<D> {
     /// Gives everything back, last first. Communicators of a rank that failed are aborted before anything else but graphs: their peers may be inside, and NCCL ends no
     /// communicator before the graphs that captured its calls.
     fn release(&mut self) {
-        if let Some(left) = self.disk.as_mut().and_then(Disk::close) {
-            self.taken.retain(|t| !matches!(t, Taken::Pinned(p) if *p == left));
-        }
+        let is_hung = self.disk.as_mut().and_then(Disk::close).is_some();
+        self.failed |= is_hung;
         if self.failed {
             for taken in &self.taken {
                 if let Taken::Graph(g) = taken {
@@ -351,6 +350,10 @@ impl<D: Driver> Rank<D> {
                 }
             }
             self.taken.retain(|t| !matches!(t, Taken::Communicator(_) | Taken::Graph(_)));
+        }
+        // The host's part of a stream waits for a disk that does not answer: what is given back would wait for the stream. The process's end gives it back.
+        if is_hung {
+            self.taken.clear();
         }
         for taken in self.taken.drain(..).rev() {
             // There is nobody left to tell of an error; the process's end gives back the rest.

@@ -56,7 +56,7 @@ fn the_driver_is_called_as_its_headers_say() {
     let without = Gpu::open(0, Duration::from_secs(5)).unwrap();
     let why = without.lacks().map(ToString::to_string).unwrap_or_default();
     assert!(why.contains("cuBLASLt was not found: all products are computed by generated kernels") && why.contains("/nowhere"), "{why}");
-    assert_eq!((without.target().library, &without.products()[..]), (library::Library::Absent, "generated"));
+    assert_eq!((without.target().beside, &without.products()[..]), (library::Library::Absent, "generated"));
     assert_eq!(gpu.allocate(1 << 50).unwrap_err().to_string(), "cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY");
 }
 
@@ -184,7 +184,7 @@ fn multiplies(gpu: &mut Gpu, device: Address, pinned: Pinned, stream: Queue, sta
     let shape = Shape { m: 2, n: 2, k: 3, z: 1, a: [3, 1], b: [1, 3], out: [2, 1], batch: [0; 3] };
     let product = Matmul::new(&shape, [DType::F32; 2], Write::Set, Alignment::Packs).unwrap();
     let target = gpu.target();
-    assert!(target.library.takes(target.arch, &product) && !target.library.takes(target.arch, &Matmul { elem: DType::F64, ..product }));
+    assert!(target.beside.takes(target.arch, &product) && !target.beside.takes(target.arch, &Matmul { elem: DType::F64, ..product }));
     let launch = Launch {
         family: Family::Gemm,
         entry: "dp_gemm_plain",
@@ -214,7 +214,7 @@ fn multiplies(gpu: &mut Gpu, device: Address, pinned: Pinned, stream: Queue, sta
     gpu.unload(kernel).unwrap();
     assert_eq!(gpu.unload(kernel).unwrap_err().why, "unloaded twice");
     gpu.ask_library(library::Library::Absent);
-    assert_eq!((gpu.target().library, &gpu.products()[..]), (library::Library::Absent, "generated"));
+    assert_eq!((gpu.target().beside, &gpu.products()[..]), (library::Library::Absent, "generated"));
 }
 
 /// What goes to a file comes back from there, in pieces.

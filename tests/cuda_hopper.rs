@@ -7,7 +7,7 @@ mod recording;
 
 use std::rc::Rc;
 
-use common::{options, scratch};
+use common::{options, residual_block, scratch};
 use dplan::compile::compile;
 use dplan::feed::Feed;
 use dplan::import::{ImportOptions, model_from_bytes};
@@ -27,22 +27,7 @@ use recording::{Call, Recorder, World};
 /// With the smallest tiles of warpgroups alone.
 const TARGET: Target = Target { tiles: TILES.split_at(2).0, ..Target::of(Arch::Sm90a) };
 const HYPER: Hyper = Hyper { lr: 0.01, beta1: 0.9, beta2: 0.95, eps: 1e-6, weight_decay: 0.1, momentum: 0.9, clip: 1.0 };
-const MODEL: &str = r#"{
-  "dplan": 1,
-  "dims": { "b": "batch", "s": 24, "v": 48, "h": 64, "f": 96 },
-  "inputs": [{ "name": "tokens", "dims": ["b", "s"] }, { "name": "targets", "dims": ["b", "s"] }],
-  "params": { "table": ["v", "h"], "w1": ["f", "h"], "w2": ["h", "f"] },
-  "nodes": [
-    { "name": "x", "op": "embed", "in": ["table", "tokens"] },
-    { "name": "up", "op": "einsum", "spec": "bsh,fh->bsf", "in": ["x", "w1"] },
-    { "name": "act", "op": "act", "function": "silu", "in": ["up"] },
-    { "name": "down", "op": "einsum", "spec": "bsf,hf->bsh", "in": ["act", "w2"] },
-    { "name": "y", "op": "add", "in": ["x", "down"] },
-    { "name": "logits", "op": "einsum", "spec": "bsh,vh->bsv", "in": ["y", "table"] },
-    { "name": "loss", "op": "cross_entropy", "in": ["logits", "targets"] }
-  ],
-  "loss": "loss"
-}"#;
+const SIZES: [u64; 4] = [24, 48, 64, 96];
 
 #[test]
 fn hoppers_kernels_are_captured() {
@@ -51,7 +36,7 @@ fn hoppers_kernels_are_captured() {
         return;
     }
     let of_type = ImportOptions { compute: DType::Bf16, ..ImportOptions::default() };
-    let forward = model_from_bytes("model.json", MODEL.as_bytes(), &of_type).unwrap_or_else(|e| panic!("{e}")).graph;
+    let forward = model_from_bytes("model.json", residual_block(SIZES, "table").as_bytes(), &of_type).unwrap_or_else(|e| panic!("{e}")).graph;
     let file = compile(&forward, &options("cpu:1", 4, DType::Bf16, "micro=2")).unwrap_or_else(|e| panic!("{e}")).file;
     let code = load(&file.graph, &file.program, 0, 0, DecayGroups::All, TARGET).unwrap_or_else(|e| panic!("{e}"));
     let actions = code.segments.iter().flatten();

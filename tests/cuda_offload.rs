@@ -13,7 +13,7 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use common::{options, scratch};
+use common::{options, residual_block, scratch};
 use dplan::compile::compile;
 use dplan::feed::Feed;
 use dplan::import::{ImportOptions, model_from_bytes};
@@ -40,22 +40,7 @@ const TARGET: Target = Target::of(Arch::Sm80);
 const STEPS: u64 = 3;
 const HYPER: Hyper = Hyper { lr: 0.01, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, momentum: 0.9, clip: 1.0 };
 /// Buckets of several pieces of a file.
-const MODEL: &str = r#"{
-  "dplan": 1,
-  "dims": { "b": "batch", "s": 3, "v": 31, "h": 40, "f": 56 },
-  "inputs": [{ "name": "tokens", "dims": ["b", "s"] }, { "name": "targets", "dims": ["b", "s"] }],
-  "params": { "table": ["v", "h"], "w1": ["f", "h"], "w2": ["h", "f"], "head": ["v", "h"] },
-  "nodes": [
-    { "name": "x", "op": "embed", "in": ["table", "tokens"] },
-    { "name": "up", "op": "einsum", "spec": "bsh,fh->bsf", "in": ["x", "w1"] },
-    { "name": "act", "op": "act", "function": "silu", "in": ["up"] },
-    { "name": "down", "op": "einsum", "spec": "bsf,hf->bsh", "in": ["act", "w2"] },
-    { "name": "y", "op": "add", "in": ["x", "down"] },
-    { "name": "logits", "op": "einsum", "spec": "bsh,vh->bsv", "in": ["y", "head"] },
-    { "name": "loss", "op": "cross_entropy", "in": ["logits", "targets"] }
-  ],
-  "loss": "loss"
-}"#;
+const SIZES: [u64; 4] = [3, 31, 40, 56];
 
 /// A plan and its programs, states kept and moved.
 struct Case {
@@ -136,7 +121,8 @@ impl Case {
 
 /// Plans of several ranks, with every kind of meeting.
 fn sharing() -> Vec<Case> {
-    let forward = model_from_bytes("model.json", MODEL.as_bytes(), &ImportOptions::default()).unwrap_or_else(|e| panic!("{e}")).graph;
+    let forward =
+        model_from_bytes("model.json", residual_block(SIZES, "head").as_bytes(), &ImportOptions::default()).unwrap_or_else(|e| panic!("{e}")).graph;
     let one = |(cluster, pins): (&str, &str)| {
         let PlanFile { graph, program, plan, .. } =
             compile(&forward, &options(cluster, 4, DType::F32, pins)).unwrap_or_else(|e| panic!("{pins}: {e}")).file;
@@ -152,7 +138,7 @@ fn cases() -> Vec<Vec<Case>> {
     let plans = [("cpu:1", DType::F32, "micro=2"), ("cpu:2", DType::F32, "dp=2,micro=1,zero=2"), ("cpu:2", DType::Bf16, "dp=2,micro=1,zero=3")];
     let one = |(cluster, dtype, pins): (&str, DType, &str)| {
         let of_type = ImportOptions { compute: dtype, ..ImportOptions::default() };
-        let forward = model_from_bytes("model.json", MODEL.as_bytes(), &of_type).unwrap_or_else(|e| panic!("{e}")).graph;
+        let forward = model_from_bytes("model.json", residual_block(SIZES, "head").as_bytes(), &of_type).unwrap_or_else(|e| panic!("{e}")).graph;
         let file = compile(&forward, &options(cluster, 4, dtype, &format!("{pins},offload=none"))).unwrap_or_else(|e| panic!("{pins}: {e}")).file;
         let with = |away: Elsewhere| {
             let mut plan = file.plan.clone();

@@ -133,7 +133,7 @@ fn train(model: &Model, library: Library, within: &Tolerance) -> Library {
 fn train_by(model: &Model, library: Library, products: Option<ByLibrary>, within: &Tolerance) -> Library {
     let name = model.name;
     let world = World::new(library, model.target, model.program.ranks(), 7);
-    world.borrow_mut().library = products;
+    world.borrow_mut().products = products;
     let mut devices = model.devices(&world, within.decay).unwrap_or_else(|e| panic!("{e}"));
     devices.launch(within.launch);
     let initial = model.weights();
@@ -167,7 +167,7 @@ fn train_by(model: &Model, library: Library, products: Option<ByLibrary>, within
     let (error, tensor) = distance(&model.graph, &devices.gather(updated).unwrap(), &session.params().unwrap());
     println!("{name} {}: weights within {error:e} of CPU ranks, {} launches", model.compute, world.borrow().launched());
     assert!(error < within.weights, "{name}: {tensor} is {error:e} from that of CPU ranks");
-    if let Some(products) = &world.borrow().library {
+    if let Some(products) = &world.borrow().products {
         let asked = model.codes.iter().flat_map(|c| c.segments.iter().flatten()).flat_map(|(_, a)| a.routines()).flat_map(|r| &r.launches);
         let (mine, all) = asked.filter(|l| l.family == Family::Gemm).fold((0, 0), |(mine, all), l| (mine + u64::from(l.instead.is_some()), all + 1));
         println!("{name}: {mine} of {all} products are for the library, which computed {}", products.multiplied);
@@ -252,7 +252,7 @@ fn rounded_gradients_meet_those_of_cpu_ranks() {
 /// As by generated kernels, with every product that may be computed by cuBLASLt's stand-in, loaded as the library is.
 #[test]
 fn products_by_a_library_meet_pytorch() {
-    const BY_LIBRARY: Target = Target { library: cuda::library::Library::Always, ..ANY };
+    const BY_LIBRARY: Target = Target { beside: cuda::library::Library::Always, ..ANY };
     let models = models(&[("llama", DType::F32)], DecayGroups::All, BY_LIBRARY);
     let [model] = &models[..] else { return };
     let Some(path) = build(&common::scratch("cuda_ranks_products"), "libcublasLt.so", &["libcublaslt.cpp"]) else { return };

@@ -7,29 +7,14 @@ mod stand_in;
 use std::path::Path;
 use std::process::{Command, Output};
 
-use common::{dplan_ok, json_lines, scratch};
+use common::{dplan_ok, json_lines, residual_block, scratch};
 use dplan::planfile::PlanFile;
 use dplan::runtime::cuda::fuse::Buffers;
 use dplan::runtime::view::View;
 use dplan_ir::program::{Call, Instr, Issue};
 use stand_in::stand_in;
 
-const MODEL: &str = r#"{
-  "dplan": 1,
-  "dims": { "b": "batch", "s": 6, "v": 31, "h": 24, "f": 40 },
-  "inputs": [{ "name": "tokens", "dims": ["b", "s"] }, { "name": "targets", "dims": ["b", "s"] }],
-  "params": { "table": ["v", "h"], "w1": ["f", "h"], "w2": ["h", "f"] },
-  "nodes": [
-    { "name": "x", "op": "embed", "in": ["table", "tokens"] },
-    { "name": "up", "op": "einsum", "spec": "bsh,fh->bsf", "in": ["x", "w1"] },
-    { "name": "act", "op": "act", "function": "silu", "in": ["up"] },
-    { "name": "down", "op": "einsum", "spec": "bsf,hf->bsh", "in": ["act", "w2"] },
-    { "name": "y", "op": "add", "in": ["x", "down"] },
-    { "name": "logits", "op": "einsum", "spec": "bsh,vh->bsv", "in": ["y", "table"] },
-    { "name": "loss", "op": "cross_entropy", "in": ["logits", "targets"] }
-  ],
-  "loss": "loss"
-}"#;
+const SIZES: [u64; 4] = [6, 31, 24, 40];
 
 fn run(args: &[&str], environment: &[(&str, String)]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_dplan"));
@@ -70,7 +55,7 @@ fn ranks_share_a_gpu() {
     let Some(environment) = stand_in("8") else { return };
     let dir = scratch("cuda_run_together");
     let (model, plan) = (dir.join("model.json"), dir.join("plan.json").display().to_string());
-    std::fs::write(&model, MODEL).unwrap();
+    std::fs::write(&model, residual_block(SIZES, "table")).unwrap();
     dplan_ok(&[
         "compile",
         &model.display().to_string(),
@@ -100,7 +85,7 @@ fn one_rank_trains_on_a_gpu_as_on_the_cpu() {
     let Some(environment) = stand_in("8") else { return };
     let dir = scratch("cuda_run");
     let (model, plan) = (dir.join("model.json"), dir.join("plan.json").display().to_string());
-    std::fs::write(&model, MODEL).unwrap();
+    std::fs::write(&model, residual_block(SIZES, "table")).unwrap();
     for offload in ["none", "parameters", "parameters:nvme"] {
         let pins = format!("micro=2,offload={offload}");
         dplan_ok(&["compile", &model.display().to_string(), "--cluster", "cpu:1", "--batch", "4", "--precision", "f32", "--pin", &pins, "-o", &plan]);

@@ -6,26 +6,11 @@ mod stand_in;
 
 use std::process::{Command, Output};
 
-use common::scratch;
+use common::{residual_block, scratch};
 use stand_in::stand_in;
 
 /// In the place of the bundled models, and of the large one.
-const MODEL: &str = r#"{
-  "dplan": 1,
-  "dims": { "b": "batch", "s": 6, "v": 31, "h": 24, "f": 40 },
-  "inputs": [{ "name": "tokens", "dims": ["b", "s"] }, { "name": "targets", "dims": ["b", "s"] }],
-  "params": { "table": ["v", "h"], "w1": ["f", "h"], "w2": ["h", "f"] },
-  "nodes": [
-    { "name": "x", "op": "embed", "in": ["table", "tokens"] },
-    { "name": "up", "op": "einsum", "spec": "bsh,fh->bsf", "in": ["x", "w1"] },
-    { "name": "act", "op": "act", "function": "silu", "in": ["up"] },
-    { "name": "down", "op": "einsum", "spec": "bsf,hf->bsh", "in": ["act", "w2"] },
-    { "name": "y", "op": "add", "in": ["x", "down"] },
-    { "name": "logits", "op": "einsum", "spec": "bsh,vh->bsv", "in": ["y", "table"] },
-    { "name": "loss", "op": "cross_entropy", "in": ["logits", "targets"] }
-  ],
-  "loss": "loss"
-}"#;
+const SIZES: [u64; 4] = [6, 31, 24, 40];
 
 /// Runs parts of the script in some environment.
 fn script(parts: &str, binary: &str, environment: &[(&str, String)]) -> (Output, String) {
@@ -41,7 +26,7 @@ fn a_gpu_that_is_none_passes_and_one_that_lacks_something_does_not() {
     let Some(mut environment) = stand_in("8") else { return };
     let dir = scratch("gpu_script");
     let model = dir.join("two-branch.json");
-    std::fs::write(&model, MODEL).unwrap();
+    std::fs::write(&model, residual_block(SIZES, "table")).unwrap();
     environment.extend([
         ("DPLAN_GPU_CASES", "1".to_string()),
         ("DPLAN_GPU_EXAMPLES", dir.display().to_string()),

@@ -25,7 +25,7 @@ pub fn build(folder: &Path, name: &str, sources: &[&str]) -> Option<PathBuf> {
 
 /// A library that computes products on host memory.
 pub struct ByLibrary {
-    library: CublasLt,
+    cublaslt: CublasLt,
     described: HashMap<Matmul, Product>,
     workspace: Vec<u8>,
     pub multiplied: u64,
@@ -33,12 +33,12 @@ pub struct ByLibrary {
 
 impl ByLibrary {
     pub fn open(path: &Path) -> ByLibrary {
-        let library = CublasLt::first(&[path.to_path_buf()]).unwrap_or_else(|e| panic!("{e}"));
-        ByLibrary { library, described: HashMap::new(), workspace: vec![0; WORKSPACE as usize + 256], multiplied: 0 }
+        let cublaslt = CublasLt::first(&[path.to_path_buf()]).unwrap_or_else(|e| panic!("{e}"));
+        ByLibrary { cublaslt, described: HashMap::new(), workspace: vec![0; WORKSPACE as usize + 256], multiplied: 0 }
     }
     pub fn describe(&mut self, product: &Matmul) {
         if !self.described.contains_key(product) {
-            let made = self.library.describe(product).unwrap_or_else(|e| panic!("{e}"));
+            let made = self.cublaslt.describe(product).unwrap_or_else(|e| panic!("{e}"));
             self.described.insert(*product, made);
         }
     }
@@ -46,7 +46,7 @@ impl ByLibrary {
     pub fn multiply(&mut self, product: &Matmul, values: &[Value]) {
         let workspace = self.workspace.as_ptr();
         let workspace = Address(workspace as u64 + workspace.align_offset(256) as u64);
-        self.library.multiply(self.described[product], values, workspace, Queue(0)).unwrap_or_else(|e| panic!("{e}"));
+        self.cublaslt.multiply(self.described[product], values, workspace, Queue(0)).unwrap_or_else(|e| panic!("{e}"));
         self.multiplied += 1;
     }
 }

@@ -161,6 +161,29 @@ pub fn small_plan(dir: &Path, pins: &str, ranks: u32, precision: &str) -> PathBu
     plan
 }
 
+/// An embedding, one residual block and a head in dplan's own JSON; the head reads the table `head`, which may be the embedding's, `table`.
+pub fn residual_block([s, v, h, f]: [u64; 4], head: &str) -> String {
+    let own = if head == "table" { String::new() } else { format!(r#", "{head}": ["v", "h"]"#) };
+    format!(
+        r#"{{
+  "dplan": 1,
+  "dims": {{ "b": "batch", "s": {s}, "v": {v}, "h": {h}, "f": {f} }},
+  "inputs": [{{ "name": "tokens", "dims": ["b", "s"] }}, {{ "name": "targets", "dims": ["b", "s"] }}],
+  "params": {{ "table": ["v", "h"], "w1": ["f", "h"], "w2": ["h", "f"]{own} }},
+  "nodes": [
+    {{ "name": "x", "op": "embed", "in": ["table", "tokens"] }},
+    {{ "name": "up", "op": "einsum", "spec": "bsh,fh->bsf", "in": ["x", "w1"] }},
+    {{ "name": "act", "op": "act", "function": "silu", "in": ["up"] }},
+    {{ "name": "down", "op": "einsum", "spec": "bsf,hf->bsh", "in": ["act", "w2"] }},
+    {{ "name": "y", "op": "add", "in": ["x", "down"] }},
+    {{ "name": "logits", "op": "einsum", "spec": "bsh,vh->bsv", "in": ["y", "{head}"] }},
+    {{ "name": "loss", "op": "cross_entropy", "in": ["logits", "targets"] }}
+  ],
+  "loss": "loss"
+}}"#
+    )
+}
+
 /// What a compilation is asked for: AdamW, clipped, without limits.
 pub fn options(cluster: &str, batch: u64, compute: DType, pins: &str) -> Options<'static> {
     Options {

@@ -34,7 +34,7 @@ use meeting::{Group, Meeting, meet, sizes};
 pub struct World {
     kernels: Library,
     /// Computes the products that launches say it may.
-    pub library: Option<ByLibrary>,
+    pub products: Option<ByLibrary>,
     /// What its devices say that they are.
     target: Target,
     devices: Vec<Device>,
@@ -105,7 +105,7 @@ impl World {
         let devices = (0..ranks).map(|_| Device::default()).collect();
         let world = World {
             kernels: library,
-            library: None,
+            products: None,
             target,
             devices,
             groups: Vec::new(),
@@ -199,7 +199,7 @@ impl World {
         match op {
             Op::Launch(launch, values) => {
                 self.launched += 1;
-                if let (Some(product), Some(library)) = (&launch.instead, &mut self.library) {
+                if let (Some(product), Some(library)) = (&launch.instead, &mut self.products) {
                     return library.multiply(product, &values);
                 }
                 let operand = |v: &Value| match *v {
@@ -400,7 +400,7 @@ impl Driver for Recorder {
 
     fn load(&mut self, launch: &Launch) -> Result<Kernel, DriverError> {
         self.log(Call::Take("kernel"), "cuModuleLoadData")?;
-        if let (Some(product), Some(library)) = (&launch.instead, &mut self.world.borrow_mut().library) {
+        if let (Some(product), Some(library)) = (&launch.instead, &mut self.world.borrow_mut().products) {
             library.describe(product);
         }
         Ok(Kernel(self.device(|d| {

@@ -2,12 +2,16 @@
 
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::Mutex;
 
 use dplan_kernels::cuda::source;
 use dplan_kernels::shim;
 
 /// What a process needs in its environment so that it has a GPU; nothing, said aloud, without a C++ compiler. Kernels are kept between tests.
 pub fn stand_in(capability: &str) -> Option<Vec<(&'static str, String)>> {
+    // Tests of one process make it one after the other.
+    static MAKING: Mutex<()> = Mutex::new(());
+    let _making = MAKING.lock().unwrap_or_else(|e| e.into_inner());
     let Some(compiler) = shim::compiler() else {
         eprintln!("SKIPPED: no C++ compiler (set CXX, or install g++)");
         return None;

@@ -66,12 +66,12 @@ pub struct Target {
     pub arch: Arch,
     /// One of those that the operands allow is taken, by its score.
     pub tiles: &'static [Tiles],
-    pub library: Library,
+    pub beside: Library,
 }
 
 impl Target {
     /// All ways that the architecture has, and no library.
     pub const fn of(arch: Arch) -> Target {
-        Target { arch, tiles: &TILES, library: Library::Absent }
+        Target { arch, tiles: &TILES, beside: Library::Absent }
     }
 }

@@ -127,7 +127,7 @@ pub struct Row {
     /// p, q, k, and how many.
     pub sizes: [u64; 4],
     pub generated_milliseconds: f64,
-    pub library_milliseconds: f64,
+    pub cublaslt_milliseconds: f64,
 }
 
 /// What stands beside the generated products.
@@ -168,12 +168,12 @@ fn winner(rows: &[Row], arch: Arch, m: &Matmul) -> Winner {
 
 impl Row {
     pub fn winner(&self) -> Winner {
-        if self.library_milliseconds < self.generated_milliseconds { Winner::Library } else { Winner::Generated }
+        if self.cublaslt_milliseconds < self.generated_milliseconds { Winner::Library } else { Winner::Generated }
     }
-    pub fn of(arch: Arch, m: &Matmul, generated_milliseconds: f64, library_milliseconds: f64) -> Row {
+    pub fn of(arch: Arch, m: &Matmul, generated_milliseconds: f64, cublaslt_milliseconds: f64) -> Row {
         let [p, q, k] = m.sizes;
         let turned = Some([m.left.turned, m.right.turned]);
-        Row { arch, elem: m.elem, turned, sizes: [p, q, k, m.batch], generated_milliseconds, library_milliseconds }
+        Row { arch, elem: m.elem, turned, sizes: [p, q, k, m.batch], generated_milliseconds, cublaslt_milliseconds }
     }
 }
 
@@ -183,7 +183,7 @@ impl fmt::Display for Row {
         let letter = |turned: bool| if turned { 't' } else { 'n' };
         let turned = self.turned.map_or_else(|| "any".to_string(), |t| t.map(letter).iter().collect());
         let [p, q, k, z] = self.sizes;
-        let times = (self.generated_milliseconds, self.library_milliseconds);
+        let times = (self.generated_milliseconds, self.cublaslt_milliseconds);
         write!(f, "{} {} {turned} {p} {q} {k} {z} {} {}", self.arch.name(), self.elem, times.0, times.1)
     }
 }
@@ -224,7 +224,7 @@ fn row(text: &str) -> Option<Row> {
         turned,
         sizes: [size(p)?, size(q)?, size(k)?, size(z)?],
         generated_milliseconds: time(generated)?,
-        library_milliseconds: time(library)?,
+        cublaslt_milliseconds: time(library)?,
     })
 }
 

@@ -106,7 +106,7 @@ fn launch(b: &mut Builder<'_>, shape: Shape, grouped: Grouped) {
     if let (Grouped::No, Some(launch)) = (grouped, b.launches.last_mut()) {
         let (d, of) = (b.d, [b.elem, b.d.outs[0].dtype]);
         let made = Matmul::new(&shape, of, d.write, d.alignment).and_then(|m| m.followed_by(d.epilogue.tails));
-        launch.instead = made.filter(|m| d.target.library.takes(d.target.arch, m));
+        launch.instead = made.filter(|m| d.target.beside.takes(d.target.arch, m));
     }
 }
 

@@ -41,7 +41,7 @@ pub fn run(cases: u64) -> Result<Outcome> {
         Some(why) => output::say!("\nProducts by a library were not tried: {why}"),
         None => {
             solo.driver().ask_library(Library::Always);
-            let (mut random, target) = (Random(9), Target { library: Library::Always, ..Target::of(arch) });
+            let (mut random, target) = (Random(9), Target { beside: Library::Always, ..Target::of(arch) });
             let trials = draw::FAMILIES.into_iter().filter(|f| f.0.starts_with("products")).flat_map(|f| std::iter::repeat_n(f.1, cases as usize));
             let drawn: Vec<Prepared> = trials.map(|draw| make(&Case { target, ..draw(&mut random) }, &mut random)).collect();
             wrong.extend(family_of(&mut solo, "products by cuBLASLt", drawn.into_iter()));

@@ -39,7 +39,7 @@ pub fn run(file: &PlanFile) -> Result<Outcome> {
     let (arch, lacks) = (gpu.arch(), gpu.lacks().map(ToString::to_string));
     output::say!("Kernels of `{}` on {}, {}, the first rank's, each by itself:\n", file.graph.name, gpu.name(), arch.name());
     gpu.ask_library(Library::Always);
-    let code = |library: Library| load(&file.graph, &file.program, 0, 0, DecayGroups::All, Target { library, ..Target::of(arch) });
+    let code = |beside: Library| load(&file.graph, &file.program, 0, 0, DecayGroups::All, Target { beside, ..Target::of(arch) });
     let (generated, other) = (code(Library::Absent).map_err(Failure::fault)?, code(Library::Always).map_err(Failure::fault)?);
     let timed = instructions(file, &generated, &other);
     let mut solo = Solo::new(gpu).map_err(Failure::fault)?;

@@ -435,22 +435,7 @@ impl Checker<'_> {
 
 /// Every buffer an instruction names.
 pub fn buffers_of(instr: &Instr) -> Vec<BufferId> {
-    match instr {
-        Instr::Run { ins, outs, scratch, .. } => ins.iter().chain(outs).chain(scratch).copied().collect(),
-        Instr::Input { dst } | Instr::Zero { dst } | Instr::Recv { dst, .. } => vec![*dst],
-        Instr::Send { src, .. } => vec![*src],
-        Instr::Slice { src, dst, .. }
-        | Instr::Collective { src, dst, .. }
-        | Instr::Copy { src, dst }
-        | Instr::AddInto { src, dst }
-        | Instr::Cast { src, dst }
-        | Instr::SumShares { src, dst }
-        | Instr::SquareSum { src, dst, .. }
-        | Instr::ClipScale { src, dst } => vec![*src, *dst],
-        Instr::TrustSums { state, grad, moments, scale, dst } => [*state, *grad, *dst].iter().chain(moments).chain(scale).copied().collect(),
-        Instr::Update { state, grad, moments, param, scale, trust } => {
-            [*state, *grad].iter().chain(moments).chain(param).chain(scale).chain(trust).copied().collect()
-        }
-        Instr::Record(_) | Instr::Wait(_) => Vec::new(),
-    }
+    let mut named = Vec::new();
+    instr.accesses(|buffer, _| named.push(buffer));
+    named
 }

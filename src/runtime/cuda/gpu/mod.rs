@@ -54,7 +54,7 @@ pub struct Gpu {
     pinned: HashMap<u64, (*mut u8, usize)>,
     kernels: Vec<Loaded>,
     /// cuBLASLt, or why products have none.
-    library: Result<CublasLt, AbsentError>,
+    cublaslt: Result<CublasLt, AbsentError>,
     /// Who computes which product, where there is a library.
     asked: Library,
     /// The library's working memory on each stream that called it.
@@ -112,8 +112,8 @@ impl Gpu {
             cuda.check("cuDevicePrimaryCtxRetain", (cuda.context_retain)(&raw mut context, device))?;
             cuda.check("cuCtxSetCurrent", (cuda.context_set)(context))?;
         }
-        let (cache, library) = (Cache::standard(), CublasLt::open());
-        let asked = if library.is_ok() { Library::Table(cublaslt::rows(&cache)?) } else { Library::Absent };
+        let (cache, cublaslt) = (Cache::standard(), CublasLt::open());
+        let asked = if cublaslt.is_ok() { Library::Table(cublaslt::rows(&cache)?) } else { Library::Absent };
         Ok(Gpu {
             cuda,
             nvrtc,
@@ -124,7 +124,7 @@ impl Gpu {
             streams: Vec::new(),
             pinned: HashMap::new(),
             kernels: Vec::new(),
-            library,
+            cublaslt,
             asked,
             workspaces: HashMap::new(),
             world: None,
@@ -144,15 +144,15 @@ impl Gpu {
     }
     /// Asks the library for every product that it takes, or for none, whatever the table says: to time both.
     pub fn ask_library(&mut self, asked: Library) {
-        self.asked = if self.library.is_ok() { asked } else { Library::Absent };
+        self.asked = if self.cublaslt.is_ok() { asked } else { Library::Absent };
     }
     /// Why no library computes products, if none does.
     pub fn lacks(&self) -> Option<&AbsentError> {
-        self.library.as_ref().err()
+        self.cublaslt.as_ref().err()
     }
     /// What decides how products round, in words: all ranks must have the same.
     pub fn products(&self) -> String {
-        match (&self.library, self.asked) {
+        match (&self.cublaslt, self.asked) {
             (Ok(library), Library::Table(rows)) => {
                 let rows: Vec<String> = rows.iter().map(Row::to_string).collect();
                 format!("cuBLASLt {:?}\n{}", library.version(), rows.join("\n"))
@@ -254,7 +254,7 @@ impl Gpu {
                 at
             }
         };
-        match &self.library {
+        match &self.cublaslt {
             Ok(library) => library.multiply(product, args, workspace, stream),
             Err(_) => Err(DriverError { call: "cublasLtMatmul", why: "there is no library".into() }),
         }
@@ -277,7 +277,7 @@ fn unmet(call: &'static str) -> DriverError {
 
 impl Driver for Gpu {
     fn target(&self) -> Target {
-        Target { library: self.asked, ..Target::of(self.arch) }
+        Target { beside: self.asked, ..Target::of(self.arch) }
     }
 
     fn allocate(&mut self, bytes: u64) -> Result<Address, DriverError> {
@@ -352,7 +352,7 @@ impl Driver for Gpu {
 
     fn load(&mut self, launch: &Launch) -> Result<Kernel, DriverError> {
         let kernel = Kernel(self.kernels.len() as u64);
-        if let (Some(product), Ok(library)) = (&launch.instead, &mut self.library) {
+        if let (Some(product), Ok(library)) = (&launch.instead, &mut self.cublaslt) {
             self.kernels.push(Loaded::Product(library.describe(product)?));
             return Ok(kernel);
         }
@@ -377,7 +377,7 @@ impl Driver for Gpu {
             // SAFETY: loaded and unloaded once.
             Loaded::Kernel { module, .. } => self.ask("cuModuleUnload", unsafe { (self.cuda.module_unload)(module) }),
             Loaded::Product(product) => {
-                self.library.iter_mut().for_each(|library| library.forget(product));
+                self.cublaslt.iter_mut().for_each(|library| library.forget(product));
                 Ok(())
             }
             Loaded::Gone => Err(DriverError { call: "cuModuleUnload", why: "unloaded twice".into() }),

@@ -9,6 +9,7 @@ pub mod drawn;
 pub mod executor;
 mod expansion;
 pub mod explain;
+mod hosts;
 pub mod infeasible;
 pub mod integer;
 pub mod lower;

@@ -1,6 +1,7 @@
 //! The question and its answer: which plan, or why there is none.
 
 use crate::baselines;
+use crate::hosts::{self, Range};
 use crate::infeasible::{self, Shortage};
 use crate::integer::{self, SolverFault};
 use crate::lower::LowerError;
@@ -8,7 +9,7 @@ use crate::machine::Cluster;
 use crate::memory::StateTypes;
 use crate::menu::Menus;
 use crate::model::Model;
-use crate::pins::{Allowed, PinError, Pins};
+use crate::pins::{Allowed, PerLayer, PinError, Pins};
 use crate::predict::predict;
 use crate::prices::Prices;
 use crate::problem::{Problem, device_limit};
@@ -60,6 +61,16 @@ enum Reach {
 impl Reach {
     const ALL: [Reach; 2] = [Reach::States, Reach::Activations];
 }
+
+/// Where what is offloaded goes.
+enum Division {
+    /// To the memory of hosts, but that of these layers to files.
+    Hosts(Vec<Range>),
+    Files,
+}
+
+/// More ranges of layers than this are no division that anybody would want to read.
+const MOST_RANGES: usize = 16;
 
 /// The best plan, and what is known about all others.
 #[derive(Clone, Debug)]
@@ -235,20 +246,12 @@ impl<'a> Planner<'a> {
         })
     }
 
-    /// The best plan if states may be offloaded too (and activations, where nothing fits without), or the one at hand if that is better. Where hosts have too little for the
-    /// best plan, others that they have enough for are not looked for, so that what goes to files is not proved the best.
+    /// The best plan if states may be offloaded too (and activations, where nothing fits without), or the one at hand if that is better.
     fn widened(&mut self, without: Outcome, solver: Solver, late: &dyn Fn() -> bool) -> Result<Outcome, SolverFault> {
         let narrow = self.problem.clone();
-        let (mut outcome, mut beyond) = (without.clone(), None);
+        let (mut outcome, mut bound) = (without.clone(), 0);
         for reach in Reach::ALL {
-            for &store in self.stores() {
-                self.offload(reach, store);
-                outcome = self.explore(solver, late)?;
-                if !outcome.best.as_ref().is_some_and(|found| self.is_too_much_for_the_host(found)) {
-                    break;
-                }
-                beyond = Some(outcome.statistics.lower_bound);
-            }
+            (outcome, bound) = self.offloaded(reach, solver, late)?;
             if outcome.best.is_some() || !outcome.statistics.proved {
                 break;
             }
@@ -257,44 +260,69 @@ impl<'a> Planner<'a> {
         if objective(&without) <= objective(&outcome) && without.best.is_some() {
             (outcome, self.problem) = (without, narrow);
         }
-        if let (Some(beyond), true) = (beyond, outcome.best.is_some()) {
-            outcome.statistics = outcome.statistics.above(beyond, objective(&outcome));
+        if outcome.best.is_some() {
+            outcome.statistics = outcome.statistics.above(bound, objective(&outcome));
         }
         Ok(outcome)
+    }
+
+    /// The best plan that offloads so far, and what none is below. Where hosts have too little for it, layers go to files ([`hosts::to_files`]); other divisions between the two
+    /// are not looked for, so that what is found is not proved the best.
+    fn offloaded(&mut self, reach: Reach, solver: Solver, late: &dyn Fn() -> bool) -> Result<(Outcome, u64), SolverFault> {
+        let mut division = if self.has_hosts() { Division::Hosts(Vec::new()) } else { Division::Files };
+        let mut bound = None;
+        loop {
+            self.offload(reach, &division);
+            let outcome = self.explore(solver, late)?;
+            let bound = *bound.get_or_insert(outcome.statistics.lower_bound);
+            division = match (&division, &outcome.best) {
+                (Division::Hosts(files), Some(found)) => match self.to_files(found) {
+                    more if more.is_empty() => return Ok((outcome, bound)),
+                    more if files.len() < MOST_RANGES => Division::Hosts([files.as_slice(), &more].concat()),
+                    _ => Division::Files,
+                },
+                (Division::Hosts(files), None) if !files.is_empty() && !late() => Division::Files,
+                (Division::Hosts(_), None) | (Division::Files, _) => return Ok((outcome, bound)),
+            };
+        }
     }
 
     fn offloaded_is_quicker(&mut self, than: u64, late: &dyn Fn() -> bool) -> bool {
         baselines::offloaded_is_quicker(&self.problem, &mut self.prices, self.request.cluster.node(), than, late)
     }
 
-    /// Where states may go that do not fit, in this order.
-    fn stores(&self) -> &'static [Store] {
-        let mut hosts = self.request.cluster.groups().iter().map(|machine| machine.host_memory);
-        if hosts.all(|memory| memory == Some(Bytes::ZERO)) { &[Store::Nvme] } else { &Store::ALL }
+    /// Whether any device may take of its host's memory.
+    fn has_hosts(&self) -> bool {
+        self.request.cluster.groups().iter().any(|machine| machine.host_memory != Some(Bytes::ZERO))
     }
 
-    fn is_too_much_for_the_host(&self, found: &Found) -> bool {
+    /// The layers that hosts have no room for.
+    fn to_files(&self, found: &Found) -> Vec<Range> {
         let Request { graph, classes, cluster, .. } = self.request;
         let plan = self.plan(found);
-        let is_too_much = |(stage, host): (u64, u64)| {
-            let limit = cluster.site(cluster.seat(&plan, stage).site).host_memory;
-            limit.is_some_and(|limit| host > limit.0)
-        };
-        predict(graph, classes, cluster, &plan).is_ok_and(|p| (0..).zip(p.memory.iter().map(|m| m.arena.host)).any(is_too_much))
+        predict(graph, classes, cluster, &plan).map_or(Vec::new(), |prediction| hosts::to_files(&plan, &prediction, cluster))
     }
 
-    /// Widens the space by offloading to a store.
-    fn offload(&mut self, reach: Reach, to: Store) {
+    /// Widens the space by offloading.
+    fn offload(&mut self, reach: Reach, division: &Division) {
+        let ways = |to: Store| {
+            Away::all().filter(|a| a.stores().all(|store| store == to) && (reach == Reach::Activations || a.activations.is_none())).collect()
+        };
         let mut pins = self.problem.pins.clone();
-        let ways = Away::all().filter(|a| a.stores().all(|store| store == to) && (reach == Reach::Activations || a.activations.is_none()));
-        pins.offload.everywhere = Allowed::only(ways.collect());
+        pins.offload = match division {
+            Division::Files => PerLayer { everywhere: Allowed::only(ways(Store::Nvme)), ranges: Vec::new() },
+            Division::Hosts(files) => PerLayer {
+                everywhere: Allowed::only(ways(Store::Cpu)),
+                ranges: files.iter().map(|&(first, last)| (first, last, ways(Store::Nvme))).collect(),
+            },
+        };
         self.problem = self.problem.under(&self.prices, pins);
     }
 
     /// The fewest devices on which a plan fits, in whole nodes where there are several. As in a search, memory asks for offloading unless pins forbid it.
     pub fn fewest_devices(&mut self) -> Fewest {
         if !self.problem.pins.offload.is_pinned() {
-            self.offload(Reach::Activations, self.stores()[0]);
+            self.offload(Reach::Activations, &if self.has_hosts() { Division::Hosts(Vec::new()) } else { Division::Files });
         }
         let deadline = self.request.deadline;
         self.fewest_above(0, &move || deadline.is_some_and(|late| late()))

@@ -10,7 +10,7 @@ use dplan_ir::graph::Graph;
 use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::plan::{Away, Clip, Gathered, LayerPlan, Placement, Plan, Recompute, Schedule, StagePlan, Wire, Zero};
-use dplan_ir::program::Program;
+use dplan_ir::program::{Instr, Program};
 use dplan_ir::rule::Assignment;
 use dplan_ir::text;
 use dplan_planner::machine::Cluster;
@@ -244,6 +244,7 @@ impl PlanFile {
             wire,
         };
         check_shape(&plan, &graph).map_err(|(at, what)| wrong(at, what))?;
+        check_program(&plan, &program).map_err(|what| wrong("program", what))?;
         let cluster = cluster::from_json(json.cluster).map_err(|e| wrong("cluster", e.to_string()))?;
         let (mut named, groups) = (choices.placement.clone(), cluster.groups().len());
         named.sort_unstable();
@@ -285,6 +286,34 @@ fn check_shape(plan: &Plan, graph: &Graph) -> Result<(), (&'static str, String)>
         if o.strategy.len() != nodes {
             return Err(("choices.options", format!("option {option} has {} strategies, layer {layer} has {nodes} nodes", o.strategy.len())));
         }
+    }
+    Ok(())
+}
+
+/// The program does what the choices say that no proof of it alone can: a program with another optimizer, or one that does not clip, is right too, but is another.
+fn check_program(plan: &Plan, program: &Program) -> Result<(), String> {
+    if program.mesh != plan.mesh() || program.stages.len() as u64 != plan.pp() {
+        return Err(format!("its mesh or its {} stages are not those of the choices", program.stages.len()));
+    }
+    if program.micro_batches != plan.micro_batches {
+        return Err(format!("{} micro-batches, the choices say {}", program.micro_batches, plan.micro_batches));
+    }
+    if program.optimizer.is_some_and(|optimizer| optimizer != plan.optimizer) {
+        return Err(format!("its optimizer is {}, the plan's is {}", program.optimizer.map_or("", Optimizer::name), plan.optimizer.name()));
+    }
+    let instrs = || program.stages.iter().flat_map(|s| s.segments.values()).flat_map(|s| &s.body).map(|issue| &issue.instr);
+    let clips = |instr: &Instr| match instr {
+        Instr::Update { scale, .. } => Some(scale.is_some()),
+        _ => None,
+    };
+    let wanted = plan.clip == Clip::GlobalNorm;
+    if instrs().filter_map(clips).any(|clips| clips != wanted) {
+        return Err(format!("an update is {} a clip factor, the plan's `clip` is {}", if wanted { "without" } else { "with" }, clip_name(plan.clip)));
+    }
+    let rounds = instrs().any(|instr| matches!(instr, Instr::Cast { .. }));
+    let wanted = plan.wire.dtype().is_some() && plan.dp > 1;
+    if rounds != wanted {
+        return Err(format!("gradients are {}rounded for exchanges, the plan's `wire` is {}", if rounds { "" } else { "not " }, plan.wire.name()));
     }
     Ok(())
 }

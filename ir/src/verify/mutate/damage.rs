@@ -418,6 +418,15 @@ impl Cut<'_> {
                 self.issue(site).instr = Instr::Run { node: other, ins, outs, scratch, write };
                 Some(format!("{}: {other} for {node}", show(site)))
             }
+            Damage::HalfGather => self.half_gather(),
+            Damage::GatherPending => self.gather_pending(),
+            Damage::FewerStages => self.fewer_stages(),
+            Damage::OtherOrderAcross => self.other_order_across(),
+            Damage::ForgetNorm => self.forget_norm(),
+            Damage::LoseScalar => self.lose_scalar(),
+            Damage::ShiftedSource => self.shifted_source(),
+            Damage::HugeNumber => self.huge_number(),
+            Damage::MoreSlots => self.more_slots(),
             Damage::LessFile => {
                 let stages: Vec<usize> = (0..self.program.stages.len()).filter(|&s| self.program.stages[s].file_bytes > 0).collect();
                 let stage = stages[self.draw(stages.len())?];

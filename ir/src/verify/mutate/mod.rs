@@ -8,6 +8,7 @@ mod damage;
 mod flaw;
 mod kind;
 mod rewrite;
+mod subtle;
 
 pub use flaw::Flaw;
 pub use kind::Damage;

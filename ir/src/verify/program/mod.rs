@@ -27,14 +27,17 @@
 //! Accesses are ordered by the rank's own streams and events alone. An order that exists only through another rank (a message there and back) is not used.
 
 mod clock;
+mod complete;
 mod content;
 mod dataflow;
 mod flat;
 mod frame;
 mod matching;
 mod memory;
+mod period;
 mod progress;
 mod schedule;
+mod show;
 mod structure;
 mod sums;
 #[cfg(test)]

@@ -206,6 +206,7 @@ impl Types<'_> {
         }
         if let Some(first) = operands.iter().find(|s| !s.partial.is_empty()) {
             return match rule.linear {
+                Linear::Yes if first.monoid != Monoid::Sum => fault(None, "only operands that wait for a sum are added before it"),
                 Linear::Yes if operands.iter().all(|s| s == first) => Ok(vec![first.clone(); outs.len()]),
                 Linear::Yes => fault(None, "operands that wait for a reduction are added only where all have the same sharding"),
                 Linear::No => {

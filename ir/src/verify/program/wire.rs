@@ -19,11 +19,15 @@ impl Walk<'_> {
         let base = self.flat(dst).base;
         let sum = self.collapse(src).and_then(|fact| match fact {
             Fact::Grad { sum, .. } => Ok(sum),
-            Fact::Zero => Ok(self.sums.id(Sum { terms: Vec::new(), pending: self.pending(bucket) })),
+            Fact::Zero => Ok(self.sums.id(Sum { pending: self.pending(bucket), ..Sum::default() })),
             other => Err((Class::Content, format!("expected gradients of {bucket}, its bytes hold {}", self.show(other)))),
         });
         match sum {
-            Ok(sum) => self.put(dst, Fact::Wire { bucket, sum, from, base }),
+            Ok(sum) => {
+                let rounded = Sum { rounded: true, ..self.sums.get(sum).clone() };
+                let sum = self.sums.id(rounded);
+                self.put(dst, Fact::Wire { bucket, sum, from, base })
+            }
             Err((class, message)) => {
                 self.fault(class, Some(src), message);
                 self.put(dst, Fact::Garbage);

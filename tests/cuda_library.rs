@@ -141,17 +141,16 @@ fn products_meet_the_reference() {
     refuses(&path, &live);
 }
 
-/// What the library has no algorithm for is named, and given back.
+/// What the library has no algorithm for is said, and given back: its kernel computes it.
 fn refuses(path: &std::path::Path, live: &dyn Fn() -> i32) {
     let mut library = CublasLt::first(&[path.to_path_buf()]).unwrap();
     assert_eq!(library.version(), [12, 9, 1]);
     let shape = Shape { m: 3, n: 5, k: 4, z: 1, a: [4, 1], b: [1, 4], out: [5, 1], batch: [0; 3] };
     let product = |out| Matmul::new(&shape, [DType::Bf16, out], Write::Set, Alignment::Packs).unwrap();
     let before = live();
-    let error = library.describe(&product(DType::F16)).unwrap_err().to_string();
-    assert!(error.contains("cublasLtMatmulAlgoGetHeuristic") && error.contains("NOT_SUPPORTED"), "{error}");
+    assert_eq!(library.describe(&product(DType::F16)).unwrap(), None);
     assert_eq!(live(), before, "a product that failed was not given back");
-    let made = library.describe(&product(DType::F32)).unwrap();
+    let made = library.describe(&product(DType::F32)).unwrap().unwrap();
     library.forget(made);
     assert_eq!(live(), before);
     drop(library);

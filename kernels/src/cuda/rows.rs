@@ -27,6 +27,9 @@ use super::{Alignment, Arg, Descriptor, Epilogue, Family, PrepareError, Routine,
 const WARPS: u64 = 256;
 /// Elements of a row where ops do not say how long it is.
 const ROW: u64 = 8192;
+/// Registers of a block, and what a thread needs besides a chain's values.
+const REGISTERS: u64 = 65_536;
+const BESIDES: u64 = 32;
 /// Ops of a chain: as many as there are registers for.
 pub const MOST_LINKS: usize = 4;
 
@@ -130,8 +133,23 @@ fn only<T: PartialEq + Copy>(mut all: impl Iterator<Item = T>, what: &str) -> Re
     if all.any(|x| Some(x) != first) { Err(PrepareError::Sizes(format!("{what} of one chain that differ"))) } else { Ok(first) }
 }
 
-/// How long rows are: as norms say, else as many of the last dims as make a row of some length, biases repeating along it.
-fn row_length(links: &[Link<'_>], values: &[(LocalType, Held)]) -> Result<u64, PrepareError> {
+/// Wide values that are in registers at once, at most.
+fn most_live(links: &[Link<'_>]) -> u64 {
+    let wide = |link: &Link<'_>| {
+        let ins = link.ins.iter().enumerate().filter(|(at, _)| !of_row(link.op, *at)).map(|(_, &v)| v);
+        ins.chain(link.outs.iter().copied()).collect::<Vec<usize>>()
+    };
+    let all: Vec<Vec<usize>> = links.iter().map(wide).collect();
+    let live = |at: usize| {
+        let (mut before, mut after) = (all[..=at].concat(), all[at..].concat());
+        (before.sort_unstable(), before.dedup(), after.sort_unstable(), after.dedup());
+        before.iter().filter(|v| after.contains(v)).count() as u64
+    };
+    (0..links.len()).map(live).max().unwrap_or(0)
+}
+
+/// How long rows are: as norms say, else as many of the last dims as make a row of some length, biases repeating along it, and elements that are dropped following each other.
+fn row_length(links: &[Link<'_>], values: &[(LocalType, Held)], drops: &[Option<Dropped>]) -> Result<u64, PrepareError> {
     let dims = &values[links[0].outs[0]].0.dims;
     let last = dims.last().copied().unwrap_or(1);
     if links.iter().any(|l| norm_of(l.op).is_some()) {
@@ -140,7 +158,8 @@ fn row_length(links: &[Link<'_>], values: &[(LocalType, Held)]) -> Result<u64, P
     let bias = only(links.iter().filter(|l| *l.op == Op::AddBias).map(|l| values[l.ins[1]].0.elems()), "biases")?;
     let mut cols = last;
     for dim in dims.iter().rev().skip(1) {
-        if cols * dim > ROW && bias.is_none_or(|b| cols.is_multiple_of(b.max(1))) {
+        let apart = drops.iter().flatten().any(|d| !d.inner.len.is_multiple_of(cols * dim));
+        if (cols * dim > ROW || apart) && bias.is_none_or(|b| cols.is_multiple_of(b.max(1))) {
             break;
         }
         cols *= dim;
@@ -154,6 +173,8 @@ struct Kernel<'a> {
     cols: u64,
     params: Vec<String>,
     args: Vec<Arg>,
+    /// Before the body.
+    head: String,
     body: String,
     /// Which values are in registers already.
     there: Vec<bool>,
@@ -234,7 +255,8 @@ fn emit(b: &mut Builder<'_>, links: &[Link<'_>], values: &[(LocalType, Held)]) -
     let norm = only(links.iter().filter_map(|l| norm_of(l.op)), "norms")?;
     let curve: Option<Activation> = only(links.iter().filter_map(|l| expression(l.op).and_then(|(_, f)| f)), "activations")?;
     let rate = only(links.iter().filter_map(|l| if let Op::Dropout { rate } = l.op { Some(*rate) } else { None }), "dropouts")?;
-    let cols = row_length(links, values)?;
+    let drops: Vec<Option<Dropped>> = links.iter().map(Dropped::of).collect::<Result<_, _>>()?;
+    let cols = row_length(links, values, &drops)?;
     let n: u64 = dims.iter().product();
     for link in links {
         for (at, &value) in link.ins.iter().enumerate().filter(|(at, _)| of_row(link.op, *at)) {
@@ -248,7 +270,6 @@ fn emit(b: &mut Builder<'_>, links: &[Link<'_>], values: &[(LocalType, Held)]) -
             return Err(PrepareError::Sizes(format!("{:?} of {} beside rows of {dims:?} {elem}", other.dims, other.dtype)));
         }
     }
-    let drops: Vec<Option<Dropped>> = links.iter().map(Dropped::of).collect::<Result<_, _>>()?;
     let narrow: Vec<u64> = links.iter().filter(|l| *l.op == Op::AddBias).map(|l| values[l.ins[1]].0.elems()).collect();
     if let Some(width) = narrow.iter().find(|&&w| w == 0 || !cols.is_multiple_of(w)) {
         return Err(PrepareError::Sizes(format!("a bias of {width} elements along rows of {cols}")));
@@ -259,7 +280,13 @@ fn emit(b: &mut Builder<'_>, links: &[Link<'_>], values: &[(LocalType, Held)]) -
     if packs > MOST_PACKS {
         return Err(PrepareError::Sizes(format!("a row of {cols} elements is longer than a block's registers hold")));
     }
-    let mut k = Kernel { values, cols, params: Vec::new(), args: Vec::new(), body: String::new(), there: vec![false; values.len()] };
+    let threads = if row == 32 { WARPS } else { row };
+    let needed = most_live(links) * packs * pack * elem.size() / 4 + BESIDES;
+    if links.len() > 1 && needed > REGISTERS / threads {
+        return Err(PrepareError::Sizes(format!("a chain that has {needed} registers of each of {threads} threads")));
+    }
+    let mut k =
+        Kernel { values, cols, params: Vec::new(), args: Vec::new(), head: String::new(), body: String::new(), there: vec![false; values.len()] };
     let (mut loaded, mut stored) = (0, 0);
     for (value, (_, held)) in values.iter().enumerate() {
         match held {
@@ -281,8 +308,9 @@ fn emit(b: &mut Builder<'_>, links: &[Link<'_>], values: &[(LocalType, Held)]) -
                     format!("d{nth}_{i}")
                 });
                 let members: Vec<String> = members.collect();
-                k.line(&format!("Drops d{nth} = {{{}}};", members.join(", ")));
-                let before = format!("acc factor[VEC]; dp_factors(factor, d{nth}, scalars, at * cols + dp_column(e)); ");
+                // Found while nothing else is in registers yet.
+                k.head += &format!("    Drops d{nth} = {{{}}};\n    Spot s{nth} = dp_spot(d{nth}, scalars, at * cols);\n", members.join(", "));
+                let before = format!("acc factor[VEC]; dp_factors(factor, d{nth}, s{nth}, scalars, at * cols, dp_column(e)); ");
                 k.elements(link, write, &before, "u = x * factor[j];");
             }
             (Op::AddBias, _) => k.elements(link, write, "", "u = x + y;"),
@@ -294,24 +322,24 @@ fn emit(b: &mut Builder<'_>, links: &[Link<'_>], values: &[(LocalType, Held)]) -
         }
         link.outs.iter().for_each(|&value| k.store(value));
     }
-    let threads = if row == 32 { WARPS } else { row };
     let (layer, eps) = norm.map_or((false, 0.0), |(which, eps)| (which == Which::Layer, eps));
     let config = b.config(threads).int("T", row).int("E", packs).int("VEC", pack).flag("LAYER", layer).real("EPS", eps);
     let (config, curve) = curve.map_or((config.clone(), ""), |f| activation(config, f));
+    let within = drops.iter().flatten().all(|d| d.inner.len.is_multiple_of(cols));
     let fours = drops.iter().flatten().all(Dropped::fours);
     let zigzag = links.iter().any(|l| l.context.order != dplan_ir::order::Order::Straight);
     let (config, drops) = match rate {
         None => (config, [""; 2]),
         Some(rate) => (
-            config.flag("ZIGZAG", zigzag).real("KEEP", scale(rate)).flag("FOURS", fours),
+            config.flag("ZIGZAG", zigzag).real("KEEP", scale(rate)).flag("FOURS", fours).flag("WITHIN", within),
             [include_str!("text/positions.cuh"), include_str!("text/dropout.cuh")],
         ),
     };
-    let Kernel { mut params, mut args, body, .. } = k;
+    let Kernel { mut params, mut args, head, body, .. } = k;
     params.extend(["i64 rows".into(), "i64 cols".into()]);
     args.extend([int(n / cols.max(1)), int(cols)]);
     let kernel = format!(
-        "DP_KERNEL(dp_rows)({}) {{\n    DP_SHARED(acc, sums, 0, 32);\n    i64 at = i64(blockIdx.x) * GROUPS + threadIdx.x / T;\n    if (at >= rows) return;\n{body}}}\n",
+        "DP_KERNEL(dp_rows)({}) {{\n    DP_SHARED(acc, sums, 0, 32);\n    i64 at = i64(blockIdx.x) * GROUPS + threadIdx.x / T;\n    if (at >= rows) return;\n{head}{body}}}\n",
         params.join(", ")
     );
     let text = config.text(&[curve, include_str!("text/norm.cuh"), include_str!("text/rows.cuh"), drops[0], drops[1], &kernel]);

@@ -9,7 +9,7 @@ use dplan_ir::sharding::LocalType;
 use super::{Buffer, Case, Prepared, Random, TARGET, context, draw, letter, result, round, step_scalars, ulp};
 use crate::cuda::epilogue::Epilogue;
 use crate::cuda::rows::{Chain, Held, Link, chain};
-use crate::cuda::{Descriptor, Launch, Routine, prepare};
+use crate::cuda::{Alignment, Descriptor, Launch, Routine, prepare};
 use crate::shim::{Library, Options, Ran, ShimError};
 use dplan_ir::graph::Layout;
 
@@ -31,8 +31,11 @@ enum Lies {
 /// Ops with their operands and results, by value.
 type Ops = Vec<(Op, Vec<usize>, Vec<usize>)>;
 
-/// A chain of the kinds that programs have: values (how they lie, where they are), and ops.
-fn shape(r: &mut Random) -> (Vec<(Lies, Held)>, Ops) {
+/// How many kinds of chains there are.
+pub const KINDS: u64 = 8;
+
+/// A chain of one of the kinds that programs have: values (how they lie, where they are), and ops.
+fn shape(r: &mut Random, kind: u64) -> (Vec<(Lies, Held)>, Ops) {
     use Held::{Kept, Loaded, Stored};
     let (wide, row) = (|held| (Lies::Wide, held), (Lies::Row, Loaded));
     let eps = 1e-5;
@@ -40,7 +43,7 @@ fn shape(r: &mut Random) -> (Vec<(Lies, Held)>, Ops) {
     let drop = Op::Dropout { rate: 0.25 };
     // What somebody else reads, too, is stored.
     let between = if r.below(2) == 0 { Kept } else { Stored };
-    match r.below(8) {
+    match kind {
         0 => (
             vec![wide(Loaded), row, wide(Loaded), wide(between), wide(Loaded), wide(Stored)],
             vec![(Op::RmsNormGradInput { eps }, vec![0, 1, 2], vec![3]), (Op::Add, vec![3, 4], vec![5])],
@@ -79,8 +82,14 @@ fn shape(r: &mut Random) -> (Vec<(Lies, Held)>, Ops) {
 /// A random chain, in one of the modes.
 pub fn joined(r: &mut Random) -> Joined {
     let letters = vec![letter('a', r.size(4)), letter('b', r.size(9)), letter('c', r.size(700))];
-    let (values, ops) = shape(r);
     let Case { dtype, write, alignment, .. } = draw::case(r, Op::Neg, &[3], &[3], letters.clone());
+    let kind = r.below(KINDS);
+    of_kind(r, kind, &letters, (dtype, write, alignment))
+}
+
+/// A chain of some kind on values of these sizes.
+pub fn of_kind(r: &mut Random, kind: u64, letters: &[(char, u64, u64, u64)], (dtype, write, alignment): (DType, Write, Alignment)) -> Joined {
+    let (values, ops) = shape(r, kind);
     let dims = |lies| letters.iter().map(|l| l.2).skip(if lies == Lies::Row { 2 } else { 0 }).collect::<Vec<u64>>();
     let types: Vec<LocalType> = values.iter().map(|&(lies, _)| LocalType { dtype, dims: dims(lies), layout: Layout::Dense, experts: 0 }).collect();
     let mut numbers = |ty: &LocalType| Tensor::dense(&ty.dims, (0..ty.elems()).map(|_| round(r.uniform() * 4.0 - 2.0, dtype)).collect());
@@ -89,7 +98,7 @@ pub fn joined(r: &mut Random) -> Joined {
         .iter()
         .map(|(op, ins, outs)| {
             let ranks = |ids: &[usize]| ids.iter().map(|&v| types[v].dims.len()).collect::<Vec<_>>();
-            let case = Case { op: op.clone(), ranks: (ranks(ins), ranks(outs)), letters: letters.clone(), dtype, out: None, ..blank() };
+            let case = Case { op: op.clone(), ranks: (ranks(ins), ranks(outs)), letters: letters.to_vec(), dtype, out: None, ..blank() };
             assert!((0..outs.len()).all(|at| result(op, at, dtype) == dtype), "{op:?} changes the type");
             case
         })
@@ -153,7 +162,7 @@ fn blank() -> Case {
         dtype: DType::F32,
         out: None,
         write: Write::Set,
-        alignment: crate::cuda::Alignment::Packs,
+        alignment: Alignment::Packs,
         top_k: 2,
         order: Default::default(),
         target: TARGET,

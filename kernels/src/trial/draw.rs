@@ -174,14 +174,14 @@ fn rotary(r: &mut Random) -> Case {
     let inv_freq = (0..pairs).map(|i| 10000f64.powf(-(i as f64) / pairs as f64)).collect();
     // Whole vectors, or a part of them, in both ways to be paired.
     let parts = [(Pairs::Halves, 0, 0, 1.0), (Pairs::Neighbours, 3, 0, 1.0), (Pairs::Halves, 0, 5, 1.25)];
-    let (pairing, start, rest, scale) = parts[r.below(3) as usize];
-    let width = start + 2 * pairs + rest;
+    let (pairing, first, rest, scale) = parts[r.below(3) as usize];
+    let width = first + 2 * pairs + rest;
     let s = r.size(20);
     // Positions up to 131072 lose nothing.
     let letters = vec![letter('a', r.size(3)), ('b', r.below(131_072), s, 1 << 20), letter('c', r.size(5)), letter('d', width)];
     let (order, start, s, whole) = zigzag(r);
     let turned = vec![letter('a', r.size(3)), ('b', start, s, whole), letter('c', r.size(5)), letter('d', width)];
-    let op = Op::Rope(Rope { rotation, pairs: pairing, start, scale, inv_freq });
+    let op = Op::Rope(Rope { rotation, pairs: pairing, start: first, scale, inv_freq });
     if r.below(2) == 0 { case(r, op, &[4], &[4], letters) } else { Case { order, ..case(r, op, &[4], &[4], turned) } }
 }
 

@@ -7,6 +7,8 @@ use super::source::{Builder, Size, int};
 use super::{Arg, Family, PrepareError};
 
 const THREADS: u64 = 256;
+/// Columns of a block that sums down them.
+const COLUMNS: u64 = 128;
 /// Most experts that a warp routes to, 32 for each register of a lane.
 const MOST_EXPERTS: u64 = 1024;
 
@@ -107,6 +109,25 @@ pub fn dot(b: &mut Builder<'_>) {
     let text = b.config(THREADS).text(&[include_str!("text/moe_dot.cuh")]);
     let args = vec![Arg::In(0), Arg::In(1), map.places, Arg::Out(0), int(map.tokens), int(width), int(map.experts)];
     b.launch(Family::Moe, "dp_moe_dot", text, Size::blocks((map.tokens * map.experts).div_ceil(THREADS / 32), THREADS, 0), args);
+}
+
+/// (rows, bias, gate) → rows, each plus its expert's bias.
+pub fn bias(b: &mut Builder<'_>) {
+    let width = b.d.ins[1].dims[1];
+    let map = map(b, 2, capacity(b.d.outs[0].elems(), width));
+    let pack = b.pack(&[width]);
+    let text = b.config(THREADS).int("VEC", pack).text(&[include_str!("text/moe_bias.cuh")]);
+    let args = vec![Arg::In(0), Arg::In(1), map.slots, Arg::Out(0), int(map.capacity), int(width), int(map.experts)];
+    b.launch(Family::Moe, "dp_moe_bias", text, Size::over(map.capacity * width / pack, THREADS), args);
+}
+
+/// (dy, gate) → the sum of the rows of each expert.
+pub fn bias_grad(b: &mut Builder<'_>) {
+    let (experts, width) = (b.d.outs[0].dims[0], b.d.outs[0].dims[1]);
+    let map = map(b, 1, capacity(b.d.ins[0].elems(), width));
+    let text = b.config(COLUMNS).ty("grad_t", b.d.outs[0].dtype).text(&[include_str!("text/moe_bias_grad.cuh")]);
+    let args = vec![Arg::In(0), map.starts, Arg::Out(0), int(map.capacity), int(width)];
+    b.launch(Family::Moe, "dp_moe_bias_grad", text, Size::blocks(experts * width.div_ceil(COLUMNS), COLUMNS, 0), args);
 }
 
 /// Zeroes the rows of the result past the last.

@@ -150,8 +150,12 @@ impl Gpu {
     pub fn lacks(&self) -> Option<&AbsentError> {
         self.cublaslt.as_ref().err()
     }
-    /// What decides how products round, in words: all ranks must have the same.
+    /// What decides how kernels and products round, in words: all ranks must have the same.
     pub fn products(&self) -> String {
+        let (major, minor) = self.nvrtc.version;
+        format!("NVRTC {major}.{minor}, {}", self.multiplier())
+    }
+    fn multiplier(&self) -> String {
         match (&self.cublaslt, self.asked) {
             (Ok(library), Library::Table(rows)) => {
                 let rows: Vec<String> = rows.iter().map(Row::to_string).collect();
@@ -353,8 +357,11 @@ impl Driver for Gpu {
     fn load(&mut self, launch: &Launch) -> Result<Kernel, DriverError> {
         let kernel = Kernel(self.kernels.len() as u64);
         if let (Some(product), Ok(library)) = (&launch.instead, &mut self.cublaslt) {
-            self.kernels.push(Loaded::Product(library.describe(product)?));
-            return Ok(kernel);
+            // Where it has no algorithm, the same version has none on any rank: all take the generated kernel.
+            if let Some(product) = library.describe(product)? {
+                self.kernels.push(Loaded::Product(product));
+                return Ok(kernel);
+            }
         }
         let failed = |why: String| DriverError { call: "nvrtcCompileProgram", why };
         let (made, _) = self.cache.compile(&self.nvrtc, &jit::text(launch), self.arch).map_err(|e| failed(e.to_string()))?;

@@ -169,6 +169,19 @@ impl Mesh {
     pub fn position(&self, local_rank: u64, axes: AxisSet) -> u64 {
         axes.iter().fold(0, |at, a| at * self.axis(a).size + self.coordinate(local_rank, a))
     }
+    /// The local rank so many places before `local_rank` along `axes`, cyclically.
+    pub fn before(&self, local_rank: u64, axes: AxisSet, places: u64) -> u64 {
+        let ranks = self.size(axes);
+        let mut at = (self.position(local_rank, axes) + ranks - places % ranks) % ranks;
+        // The last axis is the least digit of the position.
+        let minor = |axis: AxisId| self.axes[axis.0 as usize + 1..].iter().map(|a| a.size).product::<u64>();
+        axes.iter().collect::<Vec<_>>().into_iter().rev().fold(local_rank, |rank, axis| {
+            let (size, coordinate) = (self.axis(axis).size, self.coordinate(rank, axis));
+            let digit = at % size;
+            at /= size;
+            rank - coordinate * minor(axis) + digit * minor(axis)
+        })
+    }
     /// The local ranks that share `local_rank`'s coordinates outside `axes`, ordered by position along `axes`.
     pub fn group(&self, local_rank: u64, axes: AxisSet) -> Vec<u64> {
         let mut members: Vec<u64> =

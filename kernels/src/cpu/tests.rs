@@ -201,6 +201,7 @@ fn check_in(case: &Case, order: Order, dtype: DType, write: Write, tolerance: f6
         node: NodeId(9),
         draws: DRAWS,
         order,
+        turn: 0,
     };
     let local = |labels: &Vec<char>, dtype: DType| LocalType {
         dtype,
@@ -323,7 +324,7 @@ fn a_spec_that_is_no_matrix_product_is_refused() {
     let refuse = |op: &Op, l: &[u64], r: &[u64], o: &[u64], why: &str| {
         let error = Kernel::prepare(
             op,
-            &OpContext { extents: Vec::new(), inv_tokens: 1.0, loss_scale: 1.0, node: NodeId(0), draws: DRAWS, order: Order::Straight },
+            &OpContext { extents: Vec::new(), inv_tokens: 1.0, loss_scale: 1.0, node: NodeId(0), draws: DRAWS, order: Order::Straight, turn: 0 },
             &[ty(l), ty(r)],
             &[ty(o)],
         )

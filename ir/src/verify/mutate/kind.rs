@@ -99,10 +99,18 @@ pub enum Damage {
     EarlyCopy,
     /// A copy takes another frame along.
     OtherFrame,
+    /// Parts of a ring are not joined.
+    DropJoin,
+    /// Keys of another turn, or parts of other pairs of blocks.
+    OtherTurn,
+    /// A block claims to be of another rank.
+    WrongTurn,
+    /// A part claims other pairs of blocks.
+    WrongPairs,
 }
 
 impl Damage {
-    pub const ALL: [Damage; 72] = [
+    pub const ALL: [Damage; 76] = [
         Damage::DropRun,
         Damage::DropCollective,
         Damage::DropMessage,
@@ -175,6 +183,10 @@ impl Damage {
         Damage::DropCast,
         Damage::EarlyCopy,
         Damage::OtherFrame,
+        Damage::DropJoin,
+        Damage::OtherTurn,
+        Damage::WrongTurn,
+        Damage::WrongPairs,
     ];
 
     /// In words: `drop wait`.

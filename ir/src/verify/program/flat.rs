@@ -219,10 +219,12 @@ impl Walk<'_> {
         if !in_place || pattern == Pattern::AllReduce && from == to {
             let moved = match pattern {
                 Pattern::AllReduce => Ok(self.profile(src)),
-                Pattern::ReduceScatter | Pattern::AllGather | Pattern::AllToAll => self.collapse(src).map(|fact| vec![(u64::MAX, fact)]),
+                Pattern::ReduceScatter | Pattern::AllGather | Pattern::AllToAll | Pattern::Shift => {
+                    self.collapse(src).map(|fact| vec![(u64::MAX, fact)])
+                }
             };
             let moved = moved.and_then(|profile| match pattern {
-                Pattern::AllGather | Pattern::AllToAll => Ok(profile),
+                Pattern::AllGather | Pattern::AllToAll | Pattern::Shift => Ok(profile),
                 Pattern::AllReduce | Pattern::ReduceScatter => {
                     profile.into_iter().map(|(end, fact)| Ok((end, self.reduced_fact(src, fact, axes, across)?))).collect()
                 }
@@ -242,7 +244,7 @@ impl Walk<'_> {
         for at in self.range(dst) {
             let (own, rest) = self.cells[at].seen(from);
             let result = match pattern {
-                Pattern::AllGather | Pattern::AllToAll => self.part_of(src, own).map(|()| (own, own, NO_GRID)),
+                Pattern::AllGather | Pattern::AllToAll | Pattern::Shift => self.part_of(src, own).map(|()| (own, own, NO_GRID)),
                 Pattern::AllReduce | Pattern::ReduceScatter if own != rest => {
                     Err((Class::Content, "its pieces differ: it is not one gradient".into()))
                 }

@@ -42,6 +42,14 @@ pub(super) fn local(program: &Program, ty: &Type, sharding: &Sharding) -> Result
     if !sharding.is_valid() {
         return Err("the sharding uses an axis twice".into());
     }
+    if let Some(ring) = sharding.ring {
+        if !program.mesh.all().includes(ring.axes) || ring.ranks != program.mesh.size(ring.axes) || !ring.is_valid() {
+            return Err(format!("turn {} of a ring of {} is none along {:?}", ring.turn, ring.ranks, ring.axes));
+        }
+        if !sharding.sharded().includes(ring.axes) {
+            return Err("goes round along axes that do not cut it into blocks".into());
+        }
+    }
     for (at, (&dim, &axes)) in ty.dims.iter().zip(&sharding.dims).enumerate() {
         let (size, ways) = (program.padded.size(dim), program.mesh.size(axes));
         if size % ways != 0 {
@@ -353,6 +361,11 @@ impl Checker<'_> {
                 let sorted = across.windows(2).all(|w| w[0] < w[1]) && across.iter().all(|&s| s < stages);
                 if !across.is_empty() && (!sorted || across.len() < 2 || !across.contains(&(self.index as u32))) {
                     return err(format!("across stages {across:?}: expected this stage and others, in order"));
+                }
+            }
+            Instr::Join { left, right, dst, .. } => {
+                if left.is_empty() || (left.len(), left.len()) != (right.len(), dst.len()) {
+                    return err(format!("{} parts with {} make {}: expected as many of each", left.len(), right.len(), dst.len()));
                 }
             }
             Instr::Send { to: other, .. } | Instr::Recv { from: other, .. } => {

@@ -3,6 +3,7 @@
 //! `key=value,…`; values of one key joined by `+` are all allowed; `zero`, `offload` and `recompute` may be for a range of layers, and then rule there alone.
 
 use crate::machine::nearest;
+use dplan_ir::mesh::Keys;
 use dplan_ir::plan::{Away, Plan, Recompute, Schedule, Wire, Zero};
 use std::fmt;
 
@@ -25,8 +26,26 @@ pub enum PinError {
     Layers { pin: String, last: u32, most: u32 },
 }
 
-const KEYS: [&str; 17] =
-    ["dp", "tp", "pp", "micro", "zero", "recompute", "schedule", "sp", "cp", "ep", "etp", "virtual", "offload", "bucket", "wire", "sync", "map"];
+const KEYS: [&str; 18] = [
+    "dp",
+    "tp",
+    "pp",
+    "micro",
+    "zero",
+    "recompute",
+    "schedule",
+    "sp",
+    "cp",
+    "ep",
+    "keys",
+    "etp",
+    "virtual",
+    "offload",
+    "bucket",
+    "wire",
+    "sync",
+    "map",
+];
 
 /// Values that are allowed: all of them, or those of a list.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -95,6 +114,8 @@ pub struct Pins {
     pub zero: PerLayer<Zero>,
     pub offload: PerLayer<Away>,
     pub recompute: PerLayer<Recompute>,
+    /// How context-parallel ranks get at each other's keys and values; a ring is searched only where it is asked for.
+    pub keys: Allowed<Keys>,
     /// What gradients are exchanged in; it changes numbers, so it is no choice of the planner's, and full where nothing is said.
     pub wire: Option<Wire>,
 }
@@ -144,6 +165,7 @@ impl Pins {
                 "zero" => pins.zero.pin(range, list(pin, values, zero)?),
                 "recompute" => pins.recompute.pin(range, list(pin, values, recompute)?),
                 "offload" => pins.offload.pin(range, list(pin, values, offload)?),
+                "keys" => pins.keys = Allowed::only(list(pin, values, keys)?),
                 "wire" => match list(pin, values, wire)?[..] {
                     [one] => pins.wire = Some(one),
                     _ => {
@@ -183,7 +205,7 @@ impl Pins {
     /// The keys that are pinned, and these pins without each of them.
     pub fn relaxations(&self) -> Vec<(&'static str, Pins)> {
         type Relax = fn(&mut Pins);
-        let keys: [(&'static str, bool, Relax); 13] = [
+        let keys: [(&'static str, bool, Relax); 14] = [
             ("dp", self.dp.is_pinned(), |p| p.dp = Allowed::ANY),
             ("tp", self.tp.is_pinned(), |p| p.tp = Allowed::ANY),
             ("pp", self.pp.is_pinned(), |p| p.pp = Allowed::ANY),
@@ -196,6 +218,7 @@ impl Pins {
             ("zero", self.zero.is_pinned(), |p| p.zero = PerLayer::default()),
             ("offload", self.offload.is_pinned(), |p| p.offload = PerLayer::default()),
             ("recompute", self.recompute.is_pinned(), |p| p.recompute = PerLayer::default()),
+            ("keys", self.keys.is_pinned(), |p| p.keys = Allowed::ANY),
             ("wire", self.wire.is_some(), |p| p.wire = None),
         ];
         let relaxed = |relax: Relax| {
@@ -303,6 +326,10 @@ fn recompute(value: &str) -> Option<Parsed<Recompute>> {
 fn offload(value: &str) -> Option<Parsed<Away>> {
     let known = "`none`; `optimizer`, `gradients` or `parameters`, `activations`, or both joined by `/`; each also with `:nvme`";
     Some(Away::from_name(value).ok_or(known))
+}
+
+fn keys(value: &str) -> Option<Parsed<Keys>> {
+    Some(Keys::from_name(value).ok_or("`gather` or `ring`"))
 }
 
 fn wire(value: &str) -> Option<Parsed<Wire>> {

@@ -258,7 +258,7 @@ impl Prices for Drawn {
         };
         let offers: Vec<Rc<[Offer]>> = shapes.into_iter().map(|shape| self.offers(class, shape)).collect();
         let allowed = || offers.iter().flat_map(|o| o.iter()).map(|o| &o.option).filter(|o| recompute.contains(&o.recompute));
-        let tp = Mesh::of(Degrees { dp: shape.ep, ep: shape.ep, cp: shape.cp, tp: shape.tp }).tp();
+        let tp = Mesh::of(Degrees { dp: shape.ep, ep: shape.ep, cp: shape.cp, tp: shape.tp, keys: shape.keys }).tp();
         let ways = allowed().map(|o| Way { time: o.time().0, frame: o.bytes.frame, workspace: o.bytes.workspace });
         Floor { trades: trades(ways).into(), part, buckets: least_buckets(allowed(), tp), reads_back: reads_back(class) }
     }
@@ -279,7 +279,7 @@ fn reads_back(class: u32) -> bool {
 }
 
 fn offer(dice: &mut Dice, shape: Shape, width: u64, size: u64, tied: bool, reads_back: bool) -> Offer {
-    let mesh = Mesh::of(Degrees { dp: shape.ep, ep: shape.ep, cp: shape.cp, tp: shape.tp });
+    let mesh = Mesh::of(Degrees { dp: shape.ep, ep: shape.ep, cp: shape.cp, tp: shape.tp, keys: shape.keys });
     let first: AxisSet = mesh.tp().iter().take(1).collect();
     let partial = if dice.one_in(3) { first } else { AxisSet::EMPTY };
     let axes = if dice.one_in(2) { mesh.tp() } else { AxisSet::EMPTY };

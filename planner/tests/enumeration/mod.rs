@@ -2,7 +2,7 @@
 //! formula, and nothing else; the objective, the places of virtual stages, what they keep, and the devices they are on are written out again from their definitions.
 
 use super::drawn::Drawn;
-use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
+use dplan_ir::mesh::{AxisSet, Degrees, Keys, Mesh};
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::pipeline::{Pipeline, Slots};
 use dplan_ir::plan::{Away, Clip, Offload, Residence, Schedule, States, Wire, Zero};
@@ -264,7 +264,7 @@ pub fn enumerate(problem: &Problem, prices: &mut Drawn) -> Option<u64> {
                 let dp = rest / cp;
                 (1..=dp)
                     .filter(|ep| dp.is_multiple_of(*ep) && prices.experts(dp).contains(ep))
-                    .map(|ep| Degrees { dp, ep, cp, tp })
+                    .map(|ep| Degrees { dp, ep, cp, tp, keys: Keys::Gathered })
                     .collect::<Vec<_>>()
             });
             let cases = degrees.flat_map(|d| (1..=problem.batch).map(move |micro| (d, micro)));
@@ -275,7 +275,16 @@ pub fn enumerate(problem: &Problem, prices: &mut Drawn) -> Option<u64> {
                 for boundary in boundaries {
                     for padding in 0..prices.paddings(tp) {
                         for order in orders(problem, layers as u64, pp, m) {
-                            let shape = Shape { tp, cp: degrees.cp, ep: degrees.ep, micro_batch: micro, boundary, padding, site: Site::ONLY };
+                            let shape = Shape {
+                                tp,
+                                cp: degrees.cp,
+                                ep: degrees.ep,
+                                micro_batch: micro,
+                                boundary,
+                                padding,
+                                keys: Keys::Gathered,
+                                site: Site::ONLY,
+                            };
                             for seats in seatings(prices.groups().sizes(), rest * tp, pp) {
                                 let value = best_of_tuple(problem, prices, shape, degrees, order, &seats);
                                 best = [best, value].into_iter().flatten().min();

@@ -103,9 +103,11 @@ fn floors_are_below_all_offers() {
             for (tp, cp, ep) in [(1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 2, 4)] {
                 for (boundary, micro_batch) in [(None, 1), (None, 3), (Some(1), 2), (Some(1), 6)] {
                     for padding in 0..model.paddings(tp) {
-                        let shape = Shape { tp, cp, ep, micro_batch, boundary, padding, keys: Keys::Gathered, site: Site::ONLY };
-                        for &class in &classes {
-                            compared += below_all_offers(&mut model, class, shape, 6);
+                        for keys in Keys::ALL.into_iter().filter(|&keys| cp > 1 || keys == Keys::Gathered) {
+                            let shape = Shape { tp, cp, ep, micro_batch, boundary, padding, keys, site: Site::ONLY };
+                            for &class in &classes {
+                                compared += below_all_offers(&mut model, class, shape, 6);
+                            }
                         }
                     }
                 }

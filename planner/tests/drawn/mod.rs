@@ -2,7 +2,7 @@
 #![allow(dead_code)]
 
 use dplan_ir::dtype::DType;
-use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
+use dplan_ir::mesh::{AxisSet, Degrees, Keys, Mesh};
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::plan::{Clip, Gathered, Recompute, Store};
 use dplan_ir::program::Pattern;
@@ -200,8 +200,15 @@ impl Prices for Drawn {
     fn offers(&mut self, class: u32, shape: Shape) -> Rc<[Offer]> {
         let (seed, most, tied) = (self.seed, self.most_offers, self.tied.contains(&class));
         let draw = || {
-            let code =
-                [u64::from(class), shape.tp, shape.cp, shape.ep, shape.micro_batch, u64::from(shape.boundary.is_some()), u64::from(shape.padding)];
+            let code = [
+                u64::from(class),
+                shape.tp,
+                shape.cp,
+                shape.ep,
+                shape.micro_batch,
+                u64::from(shape.boundary.is_some()),
+                u64::from(shape.padding) + 1000 * u64::from(shape.keys == Keys::Ring),
+            ];
             let mut dice = Dice(code.iter().fold(seed, |s, c| Dice(s ^ c.wrapping_mul(0x1234_5678_9abc_def1)).next()));
             if dice.one_in(25) {
                 return Vec::new();

@@ -251,6 +251,14 @@ impl Setting<'_> {
     }
 }
 
+/// How so many context-parallel ranks may get at each other's keys: in a ring only if that is asked for.
+fn ways(problem: &Problem, cp: u64) -> Vec<Keys> {
+    match (cp, problem.pins.keys.values()) {
+        (1, _) | (_, None) => vec![Keys::Gathered],
+        (_, Some(asked)) => Keys::ALL.into_iter().filter(|keys| asked.contains(keys)).collect(),
+    }
+}
+
 /// The least objective over the whole space, or nothing if no plan fits.
 pub fn enumerate(problem: &Problem, prices: &mut Drawn) -> Option<u64> {
     let n = problem.devices;
@@ -264,7 +272,7 @@ pub fn enumerate(problem: &Problem, prices: &mut Drawn) -> Option<u64> {
                 let dp = rest / cp;
                 (1..=dp)
                     .filter(|ep| dp.is_multiple_of(*ep) && prices.experts(dp).contains(ep))
-                    .map(|ep| Degrees { dp, ep, cp, tp, keys: Keys::Gathered })
+                    .flat_map(|ep| ways(problem, cp).into_iter().map(move |keys| Degrees { dp, ep, cp, tp, keys }))
                     .collect::<Vec<_>>()
             });
             let cases = degrees.flat_map(|d| (1..=problem.batch).map(move |micro| (d, micro)));
@@ -282,7 +290,7 @@ pub fn enumerate(problem: &Problem, prices: &mut Drawn) -> Option<u64> {
                                 micro_batch: micro,
                                 boundary,
                                 padding,
-                                keys: Keys::Gathered,
+                                keys: degrees.keys,
                                 site: Site::ONLY,
                             };
                             for seats in seatings(prices.groups().sizes(), rest * tp, pp) {

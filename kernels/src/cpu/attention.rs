@@ -108,6 +108,12 @@ impl AttentionKernel {
         clear(o, run.write);
         clear(lse, run.write);
         self.tiles(documents, |tile| {
+            if tile.keys == 0 {
+                // Of a block of the keys that it sees none of, a query has but its sink.
+                let sink = sinks.map_or(f64::NEG_INFINITY, |s| s[tile.group * self.heads + tile.head].to_f64());
+                (0..tile.rows).for_each(|i| put(&mut lse[self.query(&tile, i)], T::from_f64(sink), Write::Add));
+                return;
+            }
             let scores = &mut scratch[..tile.rows * tile.keys];
             self.scores(&tile, q, k, scores, run);
             vectorized(|| {
@@ -138,6 +144,9 @@ impl AttentionKernel {
         let scale = T::from_f64(self.scale);
         let (d, e) = (self.width, self.value_width);
         self.tiles(documents, |tile| {
+            if tile.keys == 0 {
+                return;
+            }
             let (n, keys) = (tile.rows, tile.keys);
             let (p, rest) = scratch.split_at_mut(n * keys);
             let dp = &mut rest[..n * keys];
@@ -184,7 +193,7 @@ impl AttentionKernel {
         });
     }
 
-    /// Visits every tile in which something is visible.
+    /// Visits every tile, also where nothing is visible.
     fn tiles(&self, documents: Option<&[i32]>, mut visit: impl FnMut(Tile)) {
         for batch in 0..self.batch {
             for group in 0..self.valid_groups {
@@ -197,9 +206,7 @@ impl AttentionKernel {
                         // Both ends of what a query sees grow with its position.
                         let seen = |i: usize| self.seen(position + i, self.first(documents, batch, row + i));
                         let (lo, hi) = (seen(0).0, seen(rows - 1).1);
-                        if lo < hi {
-                            visit(Tile { batch, group, head, row, position, rows, key: lo, keys: hi - lo });
-                        }
+                        visit(Tile { batch, group, head, row, position, rows, key: lo, keys: hi.saturating_sub(lo) });
                         row += rows;
                     }
                 }

@@ -284,6 +284,7 @@ impl fmt::Display for Pins {
         parts.extend(self.offload.ranges.iter().map(|(a, b, v)| format!("offload@{a}-{b}={}", offloads(v))));
         parts.extend(self.recompute.everywhere.values().map(|v| format!("recompute={}", recomputes(v))));
         parts.extend(self.recompute.ranges.iter().map(|(a, b, v)| format!("recompute@{a}-{b}={}", recomputes(v))));
+        parts.extend(self.keys.values().map(|v| format!("keys={}", join(v.iter().map(|k| k.name().to_string()).collect()))));
         parts.extend(self.wire.map(|w| format!("wire={}", w.name())));
         f.write_str(&parts.join(","))
     }
@@ -362,6 +363,7 @@ mod tests {
         for text in [
             "",
             "dp=2,tp=1+2,pp=4,cp=1+2,ep=2,micro=1",
+            "cp=2+4,keys=gather+ring",
             "schedule=gpipe+1f1b+zb-v,virtual=1+2,sp=off",
             "zero=0+1,zero@0-11=3,offload=none+optimizer:nvme/activations,offload@2-3=optimizer+activations:nvme,recompute=none,recompute@4-4=selective+full",
             "micro=2,wire=bf16",

@@ -4,6 +4,7 @@
 //! groups; how it was closed, and the nanoseconds (or the twin's position) that goes with it.
 
 use crate::compile::Compiled;
+use dplan_ir::mesh::Keys;
 use dplan_ir::plan::{MOST_GROUPS, Placement, Schedule};
 use dplan_planner::pins::Pins;
 use dplan_planner::search::{Closed, How};
@@ -131,12 +132,13 @@ impl Certificate {
 const EXAMPLE: &str = "pp=4 tp=8 cp=1 ep=1 dp=2 micro=1 of=128 1f1b virtual=1 sp=- pad=0";
 
 fn tuple_text(tuple: &Tuple) -> String {
-    let Tuple { pp, tp, cp, ep, dp, micro_batch, micro_batches, schedule, virtual_stages, boundary, padding, placement } = *tuple;
+    let Tuple { pp, tp, cp, ep, dp, micro_batch, micro_batches, schedule, virtual_stages, boundary, padding, placement, keys } = *tuple;
     let boundary = boundary.map_or("-".to_string(), |d| d.to_string());
     let schedule = schedule.name();
     let groups = if placement == Placement::default() { String::new() } else { format!(" groups={}", placement.0.map(|g| g.to_string()).join(".")) };
+    let ring = if keys == Keys::Gathered { String::new() } else { format!(" keys={}", keys.name()) };
     format!(
-        "pp={pp} tp={tp} cp={cp} ep={ep} dp={dp} micro={micro_batch} of={micro_batches} {schedule} virtual={virtual_stages} sp={boundary} pad={padding}{groups}"
+        "pp={pp} tp={tp} cp={cp} ep={ep} dp={dp} micro={micro_batch} of={micro_batches} {schedule} virtual={virtual_stages} sp={boundary} pad={padding}{groups}{ring}"
     )
 }
 
@@ -153,13 +155,20 @@ fn tuple_from(text: &str) -> Option<Tuple> {
         dim => Some(dim.parse().ok()?),
     };
     let padding = value("pad")?.parse().ok()?;
-    let placement = match parts.next() {
-        None => Placement::default(),
-        Some(groups) => {
-            let order: Vec<u8> = groups.strip_prefix("groups=")?.split('.').map(|g| g.parse().ok()).collect::<Option<_>>()?;
-            Placement::all(MOST_GROUPS).into_iter().find(|p| p.0 == *order)?
-        }
-    };
+    let (mut placement, mut keys) = (Placement::default(), Keys::Gathered);
+    let mut rest = parts.by_ref().peekable();
+    if let Some(groups) = rest.peek().and_then(|part| part.strip_prefix("groups=")) {
+        let order: Vec<u8> = groups.split('.').map(|g| g.parse().ok()).collect::<Option<_>>()?;
+        placement = Placement::all(MOST_GROUPS).into_iter().find(|p| p.0 == *order)?;
+        rest.next();
+    }
+    if let Some(name) = rest.peek().and_then(|part| part.strip_prefix("keys=")) {
+        keys = Keys::from_name(name)?;
+        rest.next();
+    }
+    if rest.next().is_some() {
+        return None;
+    }
     // What a search never makes would only break the checker's arithmetic.
     let positive = |n: Option<u64>| n.filter(|n| (1..=1 << 40).contains(n));
     let tuple = Tuple {
@@ -175,8 +184,9 @@ fn tuple_from(text: &str) -> Option<Tuple> {
         boundary,
         padding,
         placement,
+        keys,
     };
-    parts.next().is_none().then_some(tuple)
+    Some(tuple)
 }
 
 fn how_text(how: How) -> (&'static str, u64) {
@@ -227,6 +237,7 @@ mod tests {
             boundary: (padding > 0).then_some(1),
             padding,
             placement: if padding == 2 { Placement::of(&[1, 0]) } else { Placement::default() },
+            keys: if padding > 1 && padding < 4 { Keys::Ring } else { Keys::Gathered },
         };
         assert_eq!(tuple_text(&tuple(0)), EXAMPLE);
         let hows =

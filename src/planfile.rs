@@ -7,7 +7,7 @@ use crate::cluster;
 use dplan_ir::dtype::DType;
 use dplan_ir::grad;
 use dplan_ir::graph::Graph;
-use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
+use dplan_ir::mesh::{AxisSet, Degrees, Keys, Mesh};
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::plan::{Away, Clip, Gathered, LayerPlan, Placement, Plan, Recompute, Schedule, StagePlan, Wire, Zero};
 use dplan_ir::program::{Instr, Program};
@@ -67,6 +67,9 @@ struct Choices {
     dp: u64,
     ep: u64,
     cp: u64,
+    /// `ring`, where keys and values go round among context-parallel ranks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    keys: Option<String>,
     tp: u64,
     micro_batch: u64,
     micro_batches: u64,
@@ -114,6 +117,7 @@ impl PlanFile {
                 dp: plan.dp,
                 ep: plan.ep,
                 cp: plan.cp,
+                keys: (plan.keys != Keys::Gathered).then(|| plan.keys.name().into()),
                 tp: plan.tp,
                 micro_batch: plan.micro_batch,
                 micro_batches: plan.micro_batches,
@@ -190,7 +194,11 @@ impl PlanFile {
                 return Err(wrong(&format!("choices.{at}"), format!("{n}: expected at least 1")));
             }
         }
-        let mesh = Mesh::of(Degrees { dp: choices.dp, ep: choices.ep, cp: choices.cp, tp: choices.tp });
+        let keys = match &choices.keys {
+            None => Keys::Gathered,
+            Some(name) => Keys::from_name(name).ok_or_else(|| wrong("choices.keys", format!("`{name}`: expected gather or ring")))?,
+        };
+        let mesh = Mesh::of(Degrees { dp: choices.dp, ep: choices.ep, cp: choices.cp, tp: choices.tp, keys });
         let schedule =
             Schedule::from_name(&choices.schedule).ok_or_else(|| wrong("choices.schedule", format!("`{}` is not a schedule", choices.schedule)))?;
         let mut options = Vec::new();
@@ -242,6 +250,7 @@ impl PlanFile {
             optimizer,
             clip,
             wire,
+            keys,
         };
         check_shape(&plan, &graph).map_err(|(at, what)| wrong(at, what))?;
         check_program(&plan, &program).map_err(|what| wrong("program", what))?;

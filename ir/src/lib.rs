@@ -32,6 +32,7 @@ pub mod pipeline;
 pub mod plan;
 pub mod program;
 pub mod reshard;
+pub mod ring;
 pub mod rule;
 pub mod sharded;
 pub mod sharding;

@@ -78,6 +78,36 @@ pub struct Mesh {
     pub axes: Vec<Axis>,
 }
 
+/// How ranks that have a block of a sequence each get at the keys and values of the others.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+pub enum Keys {
+    /// Every rank gathers them all before an attention.
+    #[default]
+    Gathered,
+    /// They go round while ranks attend to what they have ([`crate::ring`]).
+    Ring,
+}
+
+impl Keys {
+    pub const ALL: [Keys; 2] = [Keys::Gathered, Keys::Ring];
+    pub fn name(self) -> &'static str {
+        match self {
+            Keys::Gathered => "gather",
+            Keys::Ring => "ring",
+        }
+    }
+    pub fn from_name(name: &str) -> Option<Keys> {
+        Keys::ALL.into_iter().find(|k| k.name() == name)
+    }
+    /// The name of the axis along which ranks have blocks of a sequence.
+    fn axis(self) -> &'static str {
+        match self {
+            Keys::Gathered => "cp",
+            Keys::Ring => "ring",
+        }
+    }
+}
+
 /// Ranks of a stage, by what they split.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Degrees {
@@ -89,10 +119,12 @@ pub struct Degrees {
     pub cp: u64,
     /// Tensor parallelism: whatever its op strategies say.
     pub tp: u64,
+    /// How context-parallel ranks get at each other's keys and values.
+    pub keys: Keys,
 }
 
 impl Degrees {
-    pub const ONE: Degrees = Degrees { dp: 1, ep: 1, cp: 1, tp: 1 };
+    pub const ONE: Degrees = Degrees { dp: 1, ep: 1, cp: 1, tp: 1, keys: Keys::Gathered };
 
     pub fn ranks(&self) -> u64 {
         self.dp * self.cp * self.tp
@@ -102,12 +134,12 @@ impl Degrees {
 impl Mesh {
     /// The mesh `dp × ep × cp × tp`, with `tp` as its prime factors, largest first; the axes `dp` and `ep` together are the degree of data parallelism. `dp` is
     /// always axis 0, also where its size is 1 (nothing is then sharded over it), so that strategies do not depend on it; `ep` and `cp` are there if they have
-    /// several ranks.
+    /// several ranks, `cp` under the name `ring` where keys go round.
     pub fn of(degrees: Degrees) -> Mesh {
-        let Degrees { dp, ep, cp, tp } = degrees;
+        let Degrees { dp, ep, cp, tp, keys } = degrees;
         let axis = |name: &str, size| Axis { name: name.into(), size };
         let mut axes = vec![axis("dp", dp / ep.max(1))];
-        axes.extend([("ep", ep), ("cp", cp)].into_iter().filter(|a| a.1 > 1).map(|(name, size)| axis(name, size)));
+        axes.extend([("ep", ep), (keys.axis(), cp)].into_iter().filter(|a| a.1 > 1).map(|(name, size)| axis(name, size)));
         axes.extend(prime_factors(tp).into_iter().rev().enumerate().map(|(i, size)| axis(&format!("tp{i}"), size)));
         Mesh { axes }
     }
@@ -127,7 +159,11 @@ impl Mesh {
     }
     /// The axis that splits sequences, if it has more than one rank.
     pub fn cp(&self) -> AxisSet {
-        self.named("cp")
+        self.named("cp").union(self.ring())
+    }
+    /// The same axis, if keys go round along it.
+    pub fn ring(&self) -> AxisSet {
+        self.named("ring")
     }
     /// All axes that split data and not the model: gradients are summed, and ZeRO shares states, over those of them that do not shard the parameter.
     pub fn data(&self) -> AxisSet {
@@ -168,6 +204,19 @@ impl Mesh {
     /// Position of `local_rank` among the `size(axes)` positions along `axes`, major axis first: which block of a dim sharded over `axes` it owns.
     pub fn position(&self, local_rank: u64, axes: AxisSet) -> u64 {
         axes.iter().fold(0, |at, a| at * self.axis(a).size + self.coordinate(local_rank, a))
+    }
+    /// The local rank so many places before `local_rank` along `axes`, cyclically.
+    pub fn before(&self, local_rank: u64, axes: AxisSet, places: u64) -> u64 {
+        let ranks = self.size(axes);
+        let mut at = (self.position(local_rank, axes) + ranks - places % ranks) % ranks;
+        // The last axis is the least digit of the position.
+        let minor = |axis: AxisId| self.axes[axis.0 as usize + 1..].iter().map(|a| a.size).product::<u64>();
+        axes.iter().collect::<Vec<_>>().into_iter().rev().fold(local_rank, |rank, axis| {
+            let (size, coordinate) = (self.axis(axis).size, self.coordinate(rank, axis));
+            let digit = at % size;
+            at /= size;
+            rank - coordinate * minor(axis) + digit * minor(axis)
+        })
     }
     /// The local ranks that share `local_rank`'s coordinates outside `axes`, ordered by position along `axes`.
     pub fn group(&self, local_rank: u64, axes: AxisSet) -> Vec<u64> {

@@ -1,7 +1,7 @@
 //! All choices about how to train one model on one cluster. Costs are not here: they are recomputed from the choices.
 
 use crate::dtype::DType;
-use crate::mesh::{Degrees, Mesh};
+use crate::mesh::{Degrees, Keys, Mesh};
 use crate::optimizer::Optimizer;
 use crate::pipeline::Pipeline;
 use crate::program::Space;
@@ -332,6 +332,8 @@ pub struct Plan {
     /// Whether gradients are clipped by global norm: it costs a reduction, so it is part of the plan.
     pub clip: Clip,
     pub wire: Wire,
+    /// How context-parallel ranks get at each other's keys and values.
+    pub keys: Keys,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -349,7 +351,7 @@ impl Plan {
         Pipeline { schedule: self.schedule, stages: self.pp(), virtual_stages: self.virtual_stages, micro_batches: self.micro_batches }
     }
     pub fn degrees(&self) -> Degrees {
-        Degrees { dp: self.dp, ep: self.ep, cp: self.cp, tp: self.tp }
+        Degrees { dp: self.dp, ep: self.ep, cp: self.cp, tp: self.tp, keys: self.keys }
     }
     /// The ranks of one stage.
     pub fn mesh(&self) -> Mesh {

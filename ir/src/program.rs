@@ -365,16 +365,19 @@ pub enum Pattern {
     AllGather,
     /// The `dim` of the result is of every member the block that has this rank's number: of gradients on the wire.
     AllToAll,
+    /// The result is what the member before has, and that of the first what the last has: blocks go round ([`crate::ring`]).
+    Shift,
 }
 
 impl Pattern {
-    pub const ALL: [Pattern; 4] = [Pattern::AllReduce, Pattern::ReduceScatter, Pattern::AllGather, Pattern::AllToAll];
+    pub const ALL: [Pattern; 5] = [Pattern::AllReduce, Pattern::ReduceScatter, Pattern::AllGather, Pattern::AllToAll, Pattern::Shift];
     pub fn name(self) -> &'static str {
         match self {
             Pattern::AllReduce => "all_reduce",
             Pattern::ReduceScatter => "reduce_scatter",
             Pattern::AllGather => "all_gather",
             Pattern::AllToAll => "all_to_all",
+            Pattern::Shift => "shift",
         }
     }
     pub fn from_name(name: &str) -> Option<Pattern> {
@@ -384,7 +387,7 @@ impl Pattern {
     pub fn reduces(self) -> bool {
         match self {
             Pattern::AllReduce | Pattern::ReduceScatter => true,
-            Pattern::AllGather | Pattern::AllToAll => false,
+            Pattern::AllGather | Pattern::AllToAll | Pattern::Shift => false,
         }
     }
 }
@@ -445,6 +448,14 @@ pub enum Instr {
     AddInto {
         src: BufferId,
         dst: BufferId,
+    },
+    /// dst ← left joined with right: parts of the same values that are made of different pairs of blocks ([`crate::ring`]), which may be where `left` is. By
+    /// `Sum` any number of values, by `LogSumExp` the results (o, lse) of an attention.
+    Join {
+        monoid: Monoid,
+        left: Vec<BufferId>,
+        right: Vec<BufferId>,
+        dst: Vec<BufferId>,
     },
     /// dst ← src, rounded: whole gradients to the wire.
     Cast {

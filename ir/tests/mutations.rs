@@ -319,6 +319,7 @@ fn wrong_sums_of_trust_ratios_are_noticed() {
                     | Instr::Copy { .. }
                     | Instr::Zero { .. }
                     | Instr::AddInto { .. }
+                    | Instr::Join { .. }
                     | Instr::Cast { .. }
                     | Instr::SumShares { .. }
                     | Instr::SquareSum { .. }

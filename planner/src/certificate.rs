@@ -11,6 +11,7 @@ use crate::prices::{Floor, Links, Prices, Reference, scaled};
 use crate::problem::Problem;
 use crate::search::{Closed, How, trend_batches};
 use crate::space::{MOST_TP, Tuple, least_block, searched};
+use dplan_ir::mesh::Keys;
 use dplan_ir::plan::{Away, Placement, Schedule, States};
 use dplan_ir::sharding::Sharding;
 use std::collections::{BTreeMap, BTreeSet};
@@ -170,13 +171,19 @@ fn space(problem: &Problem, prices: &mut dyn Prices) -> BTreeSet<Tuple> {
             let contexts: Vec<u64> =
                 prices.contexts(rest, least_block(pins)).into_iter().filter(|cp| rest.is_multiple_of(*cp) && pins.cp.allows(cp)).collect();
             for (cp, dp) in contexts.into_iter().map(|cp| (cp, rest / cp)).filter(|(_, dp)| pins.dp.allows(dp)) {
+                // A ring is only there where it is asked for, of 2 to 64 ranks; one rank gathers nothing, whatever is asked for.
+                let ways: Vec<Keys> = match pins.keys.values() {
+                    _ if cp == 1 => vec![Keys::Gathered],
+                    None => vec![Keys::Gathered],
+                    Some(asked) => Keys::ALL.into_iter().filter(|k| asked.contains(k) && (*k == Keys::Gathered || cp <= 64)).collect(),
+                };
                 let experts: Vec<u64> = prices.experts(dp).into_iter().filter(|ep| dp.is_multiple_of(*ep) && pins.ep.allows(ep)).collect();
                 for micro_batch in (1..=problem.batch / dp).filter(|&b| problem.batch.is_multiple_of(dp * b) && pins.micro_batch.allows(&b)) {
                     let micro_batches = problem.batch / dp / micro_batch;
                     for (schedule, virtual_stages) in orders(problem, pp, micro_batches) {
                         for &boundary in &boundaries {
                             for (padding, &placement) in (0..prices.paddings(tp)).flat_map(|padding| placements.iter().map(move |p| (padding, p))) {
-                                let tuple = |&ep: &u64| Tuple {
+                                let tuple = |(&ep, &keys): (&u64, &Keys)| Tuple {
                                     pp,
                                     tp,
                                     cp,
@@ -189,8 +196,9 @@ fn space(problem: &Problem, prices: &mut dyn Prices) -> BTreeSet<Tuple> {
                                     boundary,
                                     padding,
                                     placement,
+                                    keys,
                                 };
-                                all.extend(experts.iter().map(tuple));
+                                all.extend(experts.iter().flat_map(|ep| ways.iter().map(move |keys| (ep, keys))).map(tuple));
                             }
                         }
                     }

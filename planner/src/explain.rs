@@ -71,8 +71,8 @@ pub fn explain(problem: &Problem, prices: &mut dyn Prices, plan: &Plan) -> Optio
 
 /// The menus in which every layer of the plan is a choice, and these choices.
 fn recognise(problem: &Problem, prices: &mut dyn Prices, plan: &Plan, padding: u32) -> Option<(Menus, Vec<u32>)> {
-    let &Plan { dp, ep, cp, tp, micro_batch, micro_batches, schedule, virtual_stages, boundary, placement, .. } = plan;
-    let tuple = Tuple { pp: plan.pp(), tp, cp, ep, dp, micro_batch, micro_batches, schedule, virtual_stages, boundary, padding, placement };
+    let &Plan { dp, ep, cp, tp, micro_batch, micro_batches, schedule, virtual_stages, boundary, placement, keys, .. } = plan;
+    let tuple = Tuple { pp: plan.pp(), tp, cp, ep, dp, micro_batch, micro_batches, schedule, virtual_stages, boundary, padding, placement, keys };
     let menus = Menus::new(problem, prices, tuple)?;
     let choice = |(layer, &kind): (u32, &usize)| {
         let (wanted, row) = (plan.layer(layer), menus.row(plan.stage_of(layer), kind));

@@ -463,7 +463,7 @@ mod tests {
         let (mut random, mut tight) = (11, 0);
         for (text, degrees) in [("h100:8x2", (4, 2)), ("cpu:4", (4, 1)), ("a100-80g:8x4", (16, 2)), ("h100:8x1", (1, 8))] {
             let cluster = Cluster::parse(text).unwrap();
-            let mesh = Mesh::of(Degrees { dp: degrees.0, ep: 1, cp: 1, tp: degrees.1 });
+            let mesh = Mesh::of(Degrees { dp: degrees.0, tp: degrees.1, ..Degrees::ONE });
             for round in 0..40 {
                 let mut draw = |most: u64| splitmix::next(&mut random) % most;
                 let bucket = |elems: u64, tied: bool| BucketSize { elems, partial: AxisSet::EMPTY, axes: AxisSet::EMPTY, members: 1, tied };

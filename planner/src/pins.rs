@@ -3,6 +3,7 @@
 //! `key=value,…`; values of one key joined by `+` are all allowed; `zero`, `offload` and `recompute` may be for a range of layers, and then rule there alone.
 
 use crate::machine::nearest;
+use dplan_ir::mesh::Keys;
 use dplan_ir::plan::{Away, Plan, Recompute, Schedule, Wire, Zero};
 use std::fmt;
 
@@ -25,8 +26,26 @@ pub enum PinError {
     Layers { pin: String, last: u32, most: u32 },
 }
 
-const KEYS: [&str; 17] =
-    ["dp", "tp", "pp", "micro", "zero", "recompute", "schedule", "sp", "cp", "ep", "etp", "virtual", "offload", "bucket", "wire", "sync", "map"];
+const KEYS: [&str; 18] = [
+    "dp",
+    "tp",
+    "pp",
+    "micro",
+    "zero",
+    "recompute",
+    "schedule",
+    "sp",
+    "cp",
+    "ep",
+    "keys",
+    "etp",
+    "virtual",
+    "offload",
+    "bucket",
+    "wire",
+    "sync",
+    "map",
+];
 
 /// Values that are allowed: all of them, or those of a list.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -95,6 +114,8 @@ pub struct Pins {
     pub zero: PerLayer<Zero>,
     pub offload: PerLayer<Away>,
     pub recompute: PerLayer<Recompute>,
+    /// How context-parallel ranks get at each other's keys and values; a ring is searched only where it is asked for.
+    pub keys: Allowed<Keys>,
     /// What gradients are exchanged in; it changes numbers, so it is no choice of the planner's, and full where nothing is said.
     pub wire: Option<Wire>,
 }
@@ -144,6 +165,7 @@ impl Pins {
                 "zero" => pins.zero.pin(range, list(pin, values, zero)?),
                 "recompute" => pins.recompute.pin(range, list(pin, values, recompute)?),
                 "offload" => pins.offload.pin(range, list(pin, values, offload)?),
+                "keys" => pins.keys = Allowed::only(list(pin, values, keys)?),
                 "wire" => match list(pin, values, wire)?[..] {
                     [one] => pins.wire = Some(one),
                     _ => {
@@ -183,7 +205,7 @@ impl Pins {
     /// The keys that are pinned, and these pins without each of them.
     pub fn relaxations(&self) -> Vec<(&'static str, Pins)> {
         type Relax = fn(&mut Pins);
-        let keys: [(&'static str, bool, Relax); 13] = [
+        let keys: [(&'static str, bool, Relax); 14] = [
             ("dp", self.dp.is_pinned(), |p| p.dp = Allowed::ANY),
             ("tp", self.tp.is_pinned(), |p| p.tp = Allowed::ANY),
             ("pp", self.pp.is_pinned(), |p| p.pp = Allowed::ANY),
@@ -196,6 +218,7 @@ impl Pins {
             ("zero", self.zero.is_pinned(), |p| p.zero = PerLayer::default()),
             ("offload", self.offload.is_pinned(), |p| p.offload = PerLayer::default()),
             ("recompute", self.recompute.is_pinned(), |p| p.recompute = PerLayer::default()),
+            ("keys", self.keys.is_pinned(), |p| p.keys = Allowed::ANY),
             ("wire", self.wire.is_some(), |p| p.wire = None),
         ];
         let relaxed = |relax: Relax| {
@@ -261,6 +284,7 @@ impl fmt::Display for Pins {
         parts.extend(self.offload.ranges.iter().map(|(a, b, v)| format!("offload@{a}-{b}={}", offloads(v))));
         parts.extend(self.recompute.everywhere.values().map(|v| format!("recompute={}", recomputes(v))));
         parts.extend(self.recompute.ranges.iter().map(|(a, b, v)| format!("recompute@{a}-{b}={}", recomputes(v))));
+        parts.extend(self.keys.values().map(|v| format!("keys={}", join(v.iter().map(|k| k.name().to_string()).collect()))));
         parts.extend(self.wire.map(|w| format!("wire={}", w.name())));
         f.write_str(&parts.join(","))
     }
@@ -305,6 +329,10 @@ fn offload(value: &str) -> Option<Parsed<Away>> {
     Some(Away::from_name(value).ok_or(known))
 }
 
+fn keys(value: &str) -> Option<Parsed<Keys>> {
+    Some(Keys::from_name(value).ok_or("`gather` or `ring`"))
+}
+
 fn wire(value: &str) -> Option<Parsed<Wire>> {
     Some(Wire::from_name(value).ok_or("`full` or `bf16`"))
 }
@@ -335,6 +363,7 @@ mod tests {
         for text in [
             "",
             "dp=2,tp=1+2,pp=4,cp=1+2,ep=2,micro=1",
+            "cp=2+4,keys=gather+ring",
             "schedule=gpipe+1f1b+zb-v,virtual=1+2,sp=off",
             "zero=0+1,zero@0-11=3,offload=none+optimizer:nvme/activations,offload@2-3=optimizer+activations:nvme,recompute=none,recompute@4-4=selective+full",
             "micro=2,wire=bf16",

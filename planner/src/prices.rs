@@ -9,7 +9,7 @@ use crate::options::{Halves, LayerOption};
 use crate::placement::{Groups, Seat, Site};
 use crate::space::Tuple;
 use crate::units::{Bytes, Nanos};
-use dplan_ir::mesh::{AxisSet, Mesh};
+use dplan_ir::mesh::{AxisSet, Keys, Mesh};
 use dplan_ir::plan::{Recompute, Store};
 use dplan_ir::program::Pattern;
 use dplan_ir::sharding::Sharding;
@@ -27,6 +27,8 @@ pub struct Shape {
     pub boundary: Option<u32>,
     /// Which of the ways of padding.
     pub padding: u32,
+    /// How context-parallel ranks get at each other's keys and values.
+    pub keys: Keys,
     /// On which devices.
     pub site: Site,
 }

@@ -390,6 +390,7 @@ pub fn plan(problem: &Problem, found: &Found) -> Plan {
         optimizer: problem.types.optimizer,
         clip: problem.clip,
         wire: problem.types.wire,
+        keys: tuple.keys,
     }
 }
 

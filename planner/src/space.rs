@@ -10,9 +10,10 @@
 use crate::pins::Pins;
 use crate::placement::Site;
 use crate::prices::{Prices, Shape};
-use dplan_ir::mesh::{Degrees, Mesh};
+use dplan_ir::mesh::{Degrees, Keys, Mesh};
 use dplan_ir::pipeline::Pipeline;
 use dplan_ir::plan::{Placement, Schedule};
+use dplan_ir::ring::Ring;
 
 /// The widest tensor parallelism that is searched without a pin: the largest node sold has 72 devices on one fabric, and every matrix of a layer cut 64 ways is small.
 pub const MOST_TP: u64 = 64;
@@ -42,16 +43,27 @@ pub struct Tuple {
     pub padding: u32,
     /// Which group of devices has which stages.
     pub placement: Placement,
+    /// How context-parallel ranks get at each other's keys and values.
+    pub keys: Keys,
 }
 
 impl Tuple {
     /// On stages at a site.
     pub fn shape(&self, site: Site) -> Shape {
-        Shape { tp: self.tp, cp: self.cp, ep: self.ep, micro_batch: self.micro_batch, boundary: self.boundary, padding: self.padding, site }
+        Shape {
+            tp: self.tp,
+            cp: self.cp,
+            ep: self.ep,
+            micro_batch: self.micro_batch,
+            boundary: self.boundary,
+            padding: self.padding,
+            keys: self.keys,
+            site,
+        }
     }
     /// Ranks of a stage.
     pub fn degrees(&self) -> Degrees {
-        Degrees { dp: self.dp, ep: self.ep, cp: self.cp, tp: self.tp }
+        Degrees { dp: self.dp, ep: self.ep, cp: self.cp, tp: self.tp, keys: self.keys }
     }
     pub fn mesh(&self) -> Mesh {
         Mesh::of(self.degrees())
@@ -74,7 +86,7 @@ pub fn tuples(prices: &mut dyn Prices, devices: u64, batch: u64, pins: &Pins) ->
     let mut all = Vec::new();
     let layers = prices.classes().len() as u64;
     for (degrees, pp) in layouts(prices, devices, pins) {
-        let Degrees { dp, ep, cp, tp } = degrees;
+        let Degrees { dp, ep, cp, tp, keys } = degrees;
         if !batch.is_multiple_of(dp) {
             continue;
         }
@@ -107,6 +119,7 @@ pub fn tuples(prices: &mut dyn Prices, devices: u64, batch: u64, pins: &Pins) ->
                             boundary,
                             padding,
                             placement,
+                            keys,
                         };
                         all.extend(placements.iter().map(tuple));
                     }
@@ -172,12 +185,22 @@ pub fn layouts(prices: &dyn Prices, devices: u64, pins: &Pins) -> Vec<(Degrees, 
                 let dp = devices / tp / pp / cp;
                 if pins.dp.allows(&dp) {
                     let experts = prices.experts(dp).into_iter().filter(|ep| pins.ep.allows(ep));
-                    all.extend(experts.map(|ep| (Degrees { dp, ep, cp, tp }, pp)));
+                    let each = experts.flat_map(|ep| ways(cp, pins).map(move |keys| (Degrees { dp, ep, cp, tp, keys }, pp)));
+                    all.extend(each);
                 }
             }
         }
     }
     all
+}
+
+/// How so many context-parallel ranks may get at each other's keys under these pins: by gathering them, unless a ring is pinned, which has a bit for each rank.
+fn ways(cp: u64, pins: &Pins) -> impl Iterator<Item = Keys> + use<> {
+    let pinned = pins.keys.clone();
+    Keys::ALL.into_iter().filter(move |keys| match keys {
+        Keys::Gathered => pinned.allows(&Keys::Gathered) || cp == 1,
+        Keys::Ring => (2..=Ring::MOST).contains(&cp) && pinned.is_pinned() && pinned.allows(&Keys::Ring),
+    })
 }
 
 /// The batch nearest to `batch` that some layout and micro-batch cover exactly (the smaller of two equally near), if there is any layout.

@@ -84,7 +84,8 @@ fn orders(file: &PlanFile, classes: &[u32], args: &Args) -> Result<Vec<(Schedule
     let others = Schedule::ALL.into_iter().filter(|&s| plan.pp() > 1 && s != plan.schedule && s != Schedule::GPipe);
     let best = |schedule: Schedule| -> Result<_> {
         let (dp, ep, cp, tp, pp) = (plan.dp, plan.ep, plan.cp, plan.tp, plan.pp());
-        let pins = Pins::parse(&format!("dp={dp},ep={ep},cp={cp},tp={tp},pp={pp},schedule={}", schedule.name()))?;
+        let keys = plan.keys.name();
+        let pins = Pins::parse(&format!("dp={dp},ep={ep},cp={cp},keys={keys},tp={tp},pp={pp},schedule={}", schedule.name()))?;
         match Planner::new(request(file, classes, pins, args)).and_then(|mut p| p.search()) {
             Ok(answer) => {
                 let prediction = predict(&file.graph, classes, &file.cluster, &answer.plan)?;

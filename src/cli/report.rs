@@ -6,6 +6,7 @@ use crate::compile::Compiled;
 use crate::import::Model;
 use crate::planfile::PlanFile;
 use dplan_ir::dtype::DType;
+use dplan_ir::mesh::Keys;
 use dplan_ir::plan::{Away, Plan};
 use dplan_planner::baselines::Baseline;
 use dplan_planner::machine::Machine;
@@ -96,7 +97,7 @@ pub fn chosen(file: &PlanFile) -> Value {
     };
     let stages: Vec<Value> = (0..pipeline.stages).map(stage).collect();
     json!({
-        "dp": plan.dp, "tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "etp": 1, "pp": plan.pp(), "virtual": plan.virtual_stages, "schedule": plan.schedule.name(),
+        "dp": plan.dp, "tp": plan.tp, "cp": plan.cp, "keys": plan.keys.name(), "ep": plan.ep, "etp": 1, "pp": plan.pp(), "virtual": plan.virtual_stages, "schedule": plan.schedule.name(),
         "wire": plan.wire.name(),
         "micro_batch": plan.micro_batch, "micro_batches": plan.micro_batches, "sp": plan.boundary.is_some(), "stages": stages,
         "layers": (0..plan.layers.len() as u32).map(|l| {
@@ -177,8 +178,9 @@ pub fn degrees(plan: &Plan) -> String {
         None => String::new(),
     };
     let degree = |name: &str, n: u64| if n > 1 { format!(" · {name} {n}") } else { String::new() };
+    let ring = if plan.keys == Keys::Ring { " in a ring" } else { "" };
     let chunks = if plan.virtual_stages > 1 { format!(" of {} virtual stages each", plan.virtual_stages) } else { String::new() };
-    format!("dp {}{}{} · tp {}{sp} · pp {}{chunks}", plan.dp, degree("ep", plan.ep), degree("cp", plan.cp), plan.tp, plan.pp())
+    format!("dp {}{}{} · tp {}{sp} · pp {}{chunks}", plan.dp, degree("ep", plan.ep), degree("cp", plan.cp) + ring, plan.tp, plan.pp())
 }
 
 /// Degrees, schedule, stages and the ways layers run.

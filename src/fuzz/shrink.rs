@@ -4,6 +4,7 @@
 //! are not the smallest case's and their sizes, and every step makes it less, so this ends.
 
 use dplan_ir::dtype::DType;
+use dplan_ir::mesh::Keys;
 use dplan_ir::op::Documents;
 use dplan_ir::optimizer::{DecayGroups, Optimizer};
 use dplan_ir::plan::{Clip, Gathered, Offload, Recompute, Schedule, Wire, Zero};
@@ -108,6 +109,7 @@ fn simpler(case: &Case) -> Vec<Case> {
     offer(&|c| c.optimizer = Optimizer::Sgd);
     offer(&|c| c.clip = Clip::None);
     offer(&|c| c.wire = Wire::Full);
+    offer(&|c| c.keys = Keys::Gathered);
     offer(&|c| c.decay = DecayGroups::All);
     offer(&|c| c.streams = None);
     offer(&|c| c.compute = if c.compute == DType::F16 { DType::Bf16 } else { DType::F64 });

@@ -1,6 +1,7 @@
 //! The dimensions of the space, and draws in which none of them is rare.
 
 use dplan_ir::dtype::DType;
+use dplan_ir::mesh::Keys;
 use dplan_ir::op::Documents;
 use dplan_ir::optimizer::{DecayGroups, Optimizer};
 use dplan_ir::plan::{Away, Clip, Gathered, Offload, Recompute, Schedule, Store, Wire};
@@ -10,7 +11,7 @@ use dplan_planner::drawn::{Boundary, Case, Dice, Ffn, Sight, Split, Way};
 pub type Dimension = (&'static str, fn(&Case) -> bool);
 
 /// Everything that a case can have. Something that needs several ranks to mean anything is only counted where there are several.
-pub const DIMENSIONS: [Dimension; 68] = [
+pub const DIMENSIONS: [Dimension; 71] = [
     ("gated", |c| c.model.ffn == Ffn::Gated),
     ("plain", |c| c.model.ffn == Ffn::Plain),
     ("experts", |c| c.model.ffn == Ffn::Experts),
@@ -30,6 +31,9 @@ pub const DIMENSIONS: [Dimension; 68] = [
     ("ep 4", |c| c.ep == 4),
     ("cp 2", |c| c.cp == 2),
     ("cp 3", |c| c.cp == 3),
+    ("ring", |c| c.keys == Keys::Ring),
+    ("ring of 3", |c| c.keys == Keys::Ring && c.cp == 3),
+    ("ring with a window", |c| c.keys == Keys::Ring && c.model.sight == Sight::Window),
     ("tp 2", |c| c.tp == 2),
     ("tp 3", |c| c.tp == 3),
     ("tp 4", |c| c.tp == 4),

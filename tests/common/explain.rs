@@ -65,6 +65,7 @@ pub fn explain(program: &Program, code: &Code, log: &[Call]) -> Result<(), Strin
                 }
                 Instr::Run { .. }
                 | Instr::AddInto { .. }
+                | Instr::Join { .. }
                 | Instr::Cast { .. }
                 | Instr::SumShares { .. }
                 | Instr::ClipScale { .. }
@@ -93,7 +94,7 @@ pub fn explain(program: &Program, code: &Code, log: &[Call]) -> Result<(), Strin
                     let group: Vec<u64> = stages.iter().flat_map(|s| locals.iter().map(move |r| u64::from(*s) * program.mesh.ranks() + r)).collect();
                     // NCCL counts what each rank has of the smaller side.
                     let counted = match pattern {
-                        Pattern::AllReduce | Pattern::AllGather => bytes(src),
+                        Pattern::AllReduce | Pattern::AllGather | Pattern::Shift => bytes(src),
                         Pattern::ReduceScatter => bytes(dst),
                         Pattern::AllToAll => bytes(dst) / group.len() as u64,
                     };
@@ -248,6 +249,7 @@ fn primitive(pattern: Pattern, monoid: Monoid) -> Result<Primitive, String> {
     Ok(match (pattern, monoid) {
         (Pattern::AllGather, _) | (Pattern::AllReduce, Monoid::LogSumExp) => Primitive::AllGather,
         (Pattern::AllToAll, _) => Primitive::AllToAll,
+        (Pattern::Shift, _) => Primitive::Shift,
         (Pattern::AllReduce, Monoid::Sum) => Primitive::AllReduce(Reduction::Sum),
         (Pattern::AllReduce, Monoid::Max) => Primitive::AllReduce(Reduction::Max),
         (Pattern::ReduceScatter, Monoid::Sum) => Primitive::ReduceScatter(Reduction::Sum),

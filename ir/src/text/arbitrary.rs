@@ -14,6 +14,7 @@ use crate::program::{
     Write,
 };
 use crate::reshard::Step;
+use crate::ring::Ring;
 use crate::rule::Assignment;
 use crate::sharded::{Form, Pass, Sharded, Stmt};
 use crate::sharding::{Monoid, Padded, Sharding};
@@ -262,7 +263,9 @@ fn monoid(rng: &mut Rng) -> Monoid {
 
 fn sharding(mesh: &Mesh, rng: &mut Rng) -> Sharding {
     let dims = rng.vec(3, |r| axes(mesh, r));
-    Sharding::of_dims(dims).with_partial(monoid(rng), if rng.coin() { AxisSet::EMPTY } else { axes(mesh, rng) })
+    let sharding = Sharding::of_dims(dims).with_partial(monoid(rng), if rng.coin() { AxisSet::EMPTY } else { axes(mesh, rng) });
+    let ring = |rng: &mut Rng| Ring { axes: axes(mesh, rng), ranks: rng.number(), turn: rng.number(), over: rng.next() };
+    Sharding { ring: rng.some(ring), ..sharding }
 }
 
 fn padded(graph: &Graph, rng: &mut Rng) -> Padded {
@@ -302,7 +305,7 @@ pub fn sharded(graph: &Graph, size: usize, rng: &mut Rng) -> Sharded {
     Sharded { mesh, padded, forms, body }
 }
 
-const INSTRS: u64 = 17;
+const INSTRS: u64 = 18;
 
 fn instr(kind: u64, graph: &Graph, mesh: &Mesh, rng: &mut Rng) -> Instr {
     let buf = |rng: &mut Rng| BufferId(rng.below(40) as u32);
@@ -344,6 +347,7 @@ fn instr(kind: u64, graph: &Graph, mesh: &Mesh, rng: &mut Rng) -> Instr {
         13 => Instr::TrustSums { state: buf(rng), grad: buf(rng), moments: rng.vec(2, buf), scale: rng.some(buf), dst: buf(rng) },
         14 => Instr::Cast { src: buf(rng), dst: buf(rng) },
         15 => Instr::SumShares { src: buf(rng), dst: buf(rng) },
+        16 => Instr::Join { monoid: monoid(rng), left: rng.vec(2, buf), right: rng.vec(2, buf), dst: rng.vec(2, buf) },
         11 => Instr::Copy { src: buf(rng), dst: buf(rng) },
         12 => Instr::Record(EventId(rng.below(9) as u32)),
         _ => Instr::Wait(EventId(rng.below(9) as u32)),

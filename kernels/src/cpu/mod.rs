@@ -17,6 +17,7 @@ pub mod embed;
 pub mod experts;
 pub mod flat;
 pub mod float;
+pub mod join;
 pub mod loss;
 pub mod norm;
 pub mod pointwise;

@@ -87,11 +87,13 @@ fn cases() -> Vec<Case> {
             all.push(case(part, &[4], &[4], &[('a', 0, 2, 2), ('b', 7, 5, 20), ('c', 0, 2, 2), ('d', 0, 140, 140)]));
         }
     }
-    // Whole blocks; queries that begin later; padding heads; more queries than one tile has.
-    let attention: [&'static [(char, u64, u64, u64)]; 3] = [
+    // Whole blocks; queries that begin later; padding heads; more queries than one tile has; keys of other ranks, before and behind.
+    let attention: [&'static [(char, u64, u64, u64)]; 5] = [
         &[('b', 0, 2, 2), ('s', 0, 9, 9), ('t', 0, 9, 9), ('g', 0, 2, 2), ('r', 0, 3, 3), ('d', 0, 6, 6), ('e', 0, 5, 5)],
         &[('b', 0, 1, 2), ('s', 70, 70, 140), ('t', 0, 140, 140), ('g', 2, 2, 3), ('r', 0, 2, 1), ('d', 0, 4, 4), ('e', 0, 4, 4)],
         &[('b', 0, 1, 1), ('s', 0, 131, 131), ('t', 0, 131, 131), ('g', 0, 1, 1), ('r', 0, 1, 1), ('d', 0, 8, 8), ('e', 0, 3, 3)],
+        &[('b', 0, 1, 1), ('s', 80, 80, 160), ('t', 0, 80, 160), ('g', 0, 2, 2), ('r', 0, 1, 1), ('d', 0, 4, 4), ('e', 0, 5, 5)],
+        &[('b', 0, 1, 1), ('s', 16, 16, 160), ('t', 64, 16, 160), ('g', 0, 1, 1), ('r', 0, 2, 2), ('d', 0, 4, 4), ('e', 0, 4, 4)],
     ];
     for letters in attention {
         for mask in [(true, None), (false, None), (true, Some(5)), (false, Some(3))] {
@@ -201,6 +203,7 @@ fn check_in(case: &Case, order: Order, dtype: DType, write: Write, tolerance: f6
         node: NodeId(9),
         draws: DRAWS,
         order,
+        turn: u64::from(letters.iter().any(|l| l.0 == 't' && l.2 < l.3)),
     };
     let local = |labels: &Vec<char>, dtype: DType| LocalType {
         dtype,
@@ -323,7 +326,7 @@ fn a_spec_that_is_no_matrix_product_is_refused() {
     let refuse = |op: &Op, l: &[u64], r: &[u64], o: &[u64], why: &str| {
         let error = Kernel::prepare(
             op,
-            &OpContext { extents: Vec::new(), inv_tokens: 1.0, loss_scale: 1.0, node: NodeId(0), draws: DRAWS, order: Order::Straight },
+            &OpContext { extents: Vec::new(), inv_tokens: 1.0, loss_scale: 1.0, node: NodeId(0), draws: DRAWS, order: Order::Straight, turn: 0 },
             &[ty(l), ty(r)],
             &[ty(o)],
         )

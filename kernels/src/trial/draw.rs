@@ -271,9 +271,11 @@ fn attention_case(r: &mut Random, widths: &[(u64, u64, usize, bool)], most: u64)
         letter('e', e),
     ];
     let (order, start, s, whole) = if bound && mode % 2 == 0 { zigzag(r) } else { (Order::Straight, start, s, s + start) };
+    // All keys, or a block of another rank as long as that of the queries.
+    let keys = if order != Order::Straight && r.below(2) == 0 { (r.below(whole / s) * s, s) } else { (0, whole) };
     let letters = letters.into_iter().map(|l| match l.0 {
         's' => ('s', start, s, whole),
-        't' => letter('t', whole),
+        't' => ('t', keys.0, keys.1, whole),
         _ => l,
     });
     let letters = letters.collect();

@@ -231,6 +231,7 @@ fn context(case: &Case) -> OpContext {
         node: NodeId(7),
         draws: DRAWS.after(MICRO_BATCH * sequences),
         order: case.order,
+        turn: 0,
     }
 }
 

@@ -3,7 +3,7 @@
 use super::{Dice, EXPERTS, Model};
 use dplan_ir::dtype::DType;
 use dplan_ir::graph::Graph;
-use dplan_ir::mesh::Degrees;
+use dplan_ir::mesh::{Degrees, Keys};
 use dplan_ir::optimizer::{DecayGroups, Optimizer};
 use dplan_ir::pipeline::Pipeline;
 use dplan_ir::plan::{Away, Clip, Gathered, Offload, Recompute, Schedule, Store, Wire, Zero};
@@ -31,6 +31,8 @@ pub struct Case {
     pub optimizer: Optimizer,
     pub clip: Clip,
     pub wire: Wire,
+    /// How context-parallel ranks get at each other's keys and values.
+    pub keys: Keys,
     pub decay: DecayGroups,
     /// Seed of the order in which ranks try their streams; communication first if absent.
     pub streams: Option<u64>,
@@ -127,6 +129,7 @@ impl Case {
             optimizer: Optimizer::Sgd,
             clip: Clip::None,
             wire: Wire::Full,
+            keys: Keys::Gathered,
             decay: DecayGroups::All,
             streams: None,
         }
@@ -186,6 +189,7 @@ impl Case {
             optimizer: dice.pick(&Optimizer::ALL),
             clip: dice.pick(&[Clip::None, Clip::GlobalNorm]),
             wire: dice.pick(&[Wire::Full, Wire::Full, Wire::Bf16]),
+            keys: dice.pick(&Keys::ALL),
             decay: dice.pick(&[DecayGroups::All, DecayGroups::Matrices]),
             streams: if dice.one_in(3) { Some(dice.roll(1000)) } else { None },
         };
@@ -196,8 +200,8 @@ impl Case {
         case
     }
 
-    /// Makes choices agree that are none of their own: homes of a tied table have one ZeRO stage and way of offloading, a backward pass in halves keeps parameters, gradients and activations, and a loss
-    /// that is scaled takes the factor that clips.
+    /// Makes choices agree that are none of their own: homes of a tied table have one ZeRO stage and way of offloading, a backward pass in halves keeps parameters, gradients and activations, a loss
+    /// that is scaled takes the factor that clips, and one rank alone is no ring.
     pub fn settle(&mut self) {
         self.ways.resize(self.model.layers() as usize, Way::PLAIN);
         let most = if self.pipeline().parts_backward() { 1 } else { 3 };
@@ -214,6 +218,9 @@ impl Case {
         }
         if self.compute == DType::F16 {
             self.clip = Clip::GlobalNorm;
+        }
+        if self.cp == 1 {
+            self.keys = Keys::Gathered;
         }
     }
 
@@ -241,7 +248,7 @@ impl Case {
             }
             () if !matches!(self.compute, DType::F64 | DType::Bf16 | DType::F16) => Some("f64, bf16 or f16"),
             () if settled != *self => Some(
-                "one way for each layer, ZeRO 0 or 1 in halves of backward passes, one ZeRO stage and way of offloading for a tied table, and clipping with f16",
+                "one way for each layer, ZeRO 0 or 1 in halves of backward passes, one ZeRO stage and way of offloading for a tied table, clipping with f16, and a ring with context parallelism",
             ),
             () => self.pipeline().refusal(),
         }
@@ -262,7 +269,7 @@ impl Case {
         Pipeline { schedule: self.schedule, stages: self.pp(), virtual_stages: self.virtual_stages, micro_batches: self.micro_batches }
     }
     pub fn degrees(&self) -> Degrees {
-        Degrees { dp: self.dp, ep: self.ep, cp: self.cp, tp: self.tp }
+        Degrees { dp: self.dp, ep: self.ep, cp: self.cp, tp: self.tp, keys: self.keys }
     }
     /// The model's graph for the case's micro-batches, its positions in sequence.
     pub fn graph(&self) -> Graph {

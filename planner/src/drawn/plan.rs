@@ -59,6 +59,7 @@ impl Case {
             optimizer: self.optimizer,
             clip: self.clip,
             wire: self.wire,
+            keys: self.keys,
         }
     }
 }

@@ -3,6 +3,7 @@
 use super::case::MOST;
 use super::{Boundary, Case, Ffn, Sight, Split, Way};
 use dplan_ir::dtype::DType;
+use dplan_ir::mesh::Keys;
 use dplan_ir::op::Documents;
 use dplan_ir::optimizer::{DecayGroups, Optimizer};
 use dplan_ir::plan::{Away, Clip, Gathered, Recompute, Schedule, Wire};
@@ -28,7 +29,7 @@ type Key = (&'static str, fn(&Case) -> String, fn(&mut Case, &str) -> Option<()>
 const NUMBER: &str = "a number";
 
 /// All choices; what others depend on comes first.
-const KEYS: [Key; 32] = [
+const KEYS: [Key; 33] = [
     ("blocks", |c| c.model.blocks.to_string(), |c, t| number(&mut c.model.blocks, t), NUMBER),
     ("ffn", |c| c.model.ffn.name().into(), |c, t| name(&mut c.model.ffn, Ffn::from_name(t)), "gated, plain, experts or biased"),
     ("sight", |c| c.model.sight.name().into(), |c, t| name(&mut c.model.sight, Sight::from_name(t)), "causal, window or sinks"),
@@ -83,6 +84,7 @@ const KEYS: [Key; 32] = [
         |c, t| name(&mut c.clip, switch(t).map(|on| if on { Clip::GlobalNorm } else { Clip::None })),
         "on or off",
     ),
+    ("keys", |c| c.keys.name().into(), |c, t| name(&mut c.keys, Keys::from_name(t)), "gather or ring"),
     ("wire", |c| c.wire.name().into(), |c, t| name(&mut c.wire, Wire::from_name(t)), "full or bf16"),
     (
         "decay",

@@ -12,6 +12,7 @@
 //! Behind the arena, in the memory of the host and in a file: the offloaded roles of every bucket; the offloaded frames of every layer, one slot for each micro-batch in flight.
 
 use super::fragment::{Fragment, Storage};
+use super::ring::{self, Round};
 use super::stage::{Neighbour, Stage, VirtualStage};
 use crate::memory::{self, LayerBytes, bucket_elems, role_bytes, space, workspace_region};
 use dplan_ir::dtype::DType;
@@ -113,6 +114,10 @@ pub(super) struct LayerBuffers {
     pub backward: Members,
     /// Scratch of each statement of either pass.
     pub scratch: [Vec<Option<BufferId>>; 2],
+    /// Where blocks of its operands and results are while they go round, of each statement of either pass.
+    pub rounds: [Vec<Option<Round>>; 2],
+    /// Where what goes round begins, of each statement of both passes.
+    pub turns_at: Vec<u64>,
     /// What is copied in before each pass: from where and where to.
     pub fetched: [Vec<(BufferId, BufferId)>; 2],
     /// What is gathered then.
@@ -153,6 +158,7 @@ impl Arena {
         arena.region("workspace", |arena, at| at + workspace_region(arena.workspace(stage, at) - at));
         arena.region("ring", |arena, at| arena.ring(stage, at, &bytes));
         arena.hand_over(stage);
+        arena.rounds(stage);
         arena.program.arena_bytes = arena.end;
         for &(id, space) in &arena.away {
             arena.program.buffers[id].offset += arena.program.range(space).start;
@@ -182,7 +188,7 @@ impl Arena {
         self.program.buffers.push(Buffer { content, dtype, bytes, offset, slots: 1, slot_stride: 0, piece_axes: AxisSet::EMPTY })
     }
 
-    fn form(&mut self, stage: Stage<'_>, layer: &Fragment, form: FormId, offset: u64) -> (BufferId, u64) {
+    pub(super) fn form(&mut self, stage: Stage<'_>, layer: &Fragment, form: FormId, offset: u64) -> (BufferId, u64) {
         let local = layer.local(form, stage.graph(), stage.mesh(), &stage.sharder.padded);
         let of = &layer.forms[form];
         let content = Content::Value { value: of.value, sharding: of.sharding.clone() };
@@ -411,7 +417,9 @@ impl Arena {
             let mut scratch = |arena: &mut Arena, stmts: &[Stmt]| -> Vec<Option<BufferId>> {
                 let of = |stmt: &Stmt| {
                     let bytes = layer.scratch(stmt, stage.graph(), stage.mesh(), &stage.sharder.padded);
-                    let buffer = (bytes > 0).then(|| arena.buffer(Content::Scratch, stage.plan.compute.accumulator(), bytes, offset));
+                    let own = ring::own_bytes(stage, layer, stmt).unwrap_or(bytes);
+                    let buffer = (own > 0).then(|| arena.buffer(Content::Scratch, stage.plan.compute.accumulator(), own, offset));
+                    arena.layers[position].turns_at.push(offset + align(own));
                     offset += align(bytes);
                     buffer
                 };

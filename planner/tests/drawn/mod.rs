@@ -2,7 +2,7 @@
 #![allow(dead_code)]
 
 use dplan_ir::dtype::DType;
-use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
+use dplan_ir::mesh::{AxisSet, Degrees, Keys, Mesh};
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::plan::{Clip, Gathered, Recompute, Store};
 use dplan_ir::program::Pattern;
@@ -200,8 +200,15 @@ impl Prices for Drawn {
     fn offers(&mut self, class: u32, shape: Shape) -> Rc<[Offer]> {
         let (seed, most, tied) = (self.seed, self.most_offers, self.tied.contains(&class));
         let draw = || {
-            let code =
-                [u64::from(class), shape.tp, shape.cp, shape.ep, shape.micro_batch, u64::from(shape.boundary.is_some()), u64::from(shape.padding)];
+            let code = [
+                u64::from(class),
+                shape.tp,
+                shape.cp,
+                shape.ep,
+                shape.micro_batch,
+                u64::from(shape.boundary.is_some()),
+                u64::from(shape.padding) + 1000 * u64::from(shape.keys == Keys::Ring),
+            ];
             let mut dice = Dice(code.iter().fold(seed, |s, c| Dice(s ^ c.wrapping_mul(0x1234_5678_9abc_def1)).next()));
             if dice.one_in(25) {
                 return Vec::new();
@@ -258,7 +265,7 @@ impl Prices for Drawn {
         };
         let offers: Vec<Rc<[Offer]>> = shapes.into_iter().map(|shape| self.offers(class, shape)).collect();
         let allowed = || offers.iter().flat_map(|o| o.iter()).map(|o| &o.option).filter(|o| recompute.contains(&o.recompute));
-        let tp = Mesh::of(Degrees { dp: shape.ep, ep: shape.ep, cp: shape.cp, tp: shape.tp }).tp();
+        let tp = Mesh::of(Degrees { dp: shape.ep, ep: shape.ep, cp: shape.cp, tp: shape.tp, keys: shape.keys }).tp();
         let ways = allowed().map(|o| Way { time: o.time().0, frame: o.bytes.frame, workspace: o.bytes.workspace });
         Floor { trades: trades(ways).into(), part, buckets: least_buckets(allowed(), tp), reads_back: reads_back(class) }
     }
@@ -279,7 +286,7 @@ fn reads_back(class: u32) -> bool {
 }
 
 fn offer(dice: &mut Dice, shape: Shape, width: u64, size: u64, tied: bool, reads_back: bool) -> Offer {
-    let mesh = Mesh::of(Degrees { dp: shape.ep, ep: shape.ep, cp: shape.cp, tp: shape.tp });
+    let mesh = Mesh::of(Degrees { dp: shape.ep, ep: shape.ep, cp: shape.cp, tp: shape.tp, keys: shape.keys });
     let first: AxisSet = mesh.tp().iter().take(1).collect();
     let partial = if dice.one_in(3) { first } else { AxisSet::EMPTY };
     let axes = if dice.one_in(2) { mesh.tp() } else { AxisSet::EMPTY };

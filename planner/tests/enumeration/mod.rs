@@ -2,7 +2,7 @@
 //! formula, and nothing else; the objective, the places of virtual stages, what they keep, and the devices they are on are written out again from their definitions.
 
 use super::drawn::Drawn;
-use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
+use dplan_ir::mesh::{AxisSet, Degrees, Keys, Mesh};
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::pipeline::{Pipeline, Slots};
 use dplan_ir::plan::{Away, Clip, Offload, Residence, Schedule, States, Wire, Zero};
@@ -251,6 +251,14 @@ impl Setting<'_> {
     }
 }
 
+/// How so many context-parallel ranks may get at each other's keys: in a ring only if that is asked for.
+fn ways(problem: &Problem, cp: u64) -> Vec<Keys> {
+    match (cp, problem.pins.keys.values()) {
+        (1, _) | (_, None) => vec![Keys::Gathered],
+        (_, Some(asked)) => Keys::ALL.into_iter().filter(|keys| asked.contains(keys)).collect(),
+    }
+}
+
 /// The least objective over the whole space, or nothing if no plan fits.
 pub fn enumerate(problem: &Problem, prices: &mut Drawn) -> Option<u64> {
     let n = problem.devices;
@@ -264,7 +272,7 @@ pub fn enumerate(problem: &Problem, prices: &mut Drawn) -> Option<u64> {
                 let dp = rest / cp;
                 (1..=dp)
                     .filter(|ep| dp.is_multiple_of(*ep) && prices.experts(dp).contains(ep))
-                    .map(|ep| Degrees { dp, ep, cp, tp })
+                    .flat_map(|ep| ways(problem, cp).into_iter().map(move |keys| Degrees { dp, ep, cp, tp, keys }))
                     .collect::<Vec<_>>()
             });
             let cases = degrees.flat_map(|d| (1..=problem.batch).map(move |micro| (d, micro)));
@@ -275,7 +283,16 @@ pub fn enumerate(problem: &Problem, prices: &mut Drawn) -> Option<u64> {
                 for boundary in boundaries {
                     for padding in 0..prices.paddings(tp) {
                         for order in orders(problem, layers as u64, pp, m) {
-                            let shape = Shape { tp, cp: degrees.cp, ep: degrees.ep, micro_batch: micro, boundary, padding, site: Site::ONLY };
+                            let shape = Shape {
+                                tp,
+                                cp: degrees.cp,
+                                ep: degrees.ep,
+                                micro_batch: micro,
+                                boundary,
+                                padding,
+                                keys: degrees.keys,
+                                site: Site::ONLY,
+                            };
                             for seats in seatings(prices.groups().sizes(), rest * tp, pp) {
                                 let value = best_of_tuple(problem, prices, shape, degrees, order, &seats);
                                 best = [best, value].into_iter().flatten().min();

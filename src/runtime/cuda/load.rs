@@ -99,6 +99,8 @@ pub enum Primitive {
     AllGather,
     /// Every rank sends `elems` to each, and receives as many.
     AllToAll,
+    /// Every rank sends `elems` to the next, and receives as many from the one before.
+    Shift,
 }
 
 #[derive(Clone, PartialEq, Debug)]
@@ -243,7 +245,7 @@ fn action(of: &Of<'_>, instr: &Instr) -> Result<Action, String> {
         }
         Instr::Collective { pattern, axes, stages, dim, monoid, src, dst } => {
             let shape = match pattern {
-                Pattern::AllReduce | Pattern::ReduceScatter | Pattern::AllToAll => view.shape(*src, *dim),
+                Pattern::AllReduce | Pattern::ReduceScatter | Pattern::AllToAll | Pattern::Shift => view.shape(*src, *dim),
                 Pattern::AllGather => view.shape(*dst, *dim),
             };
             let ways = view.group(*axes, stages).len() as u64;
@@ -283,6 +285,10 @@ fn action(of: &Of<'_>, instr: &Instr) -> Result<Action, String> {
                 return Err(format!("{} elements added up to {}", src.elems(), dst.elems()));
             }
             run(flat::sum_shares(src.dtype, dst.dtype, src.elems() / dst.elems().max(1), dst.elems()), vec![src], vec![dst])
+        }
+        Instr::Join { monoid, left, right, dst } => {
+            let (left, right, dst) = (places(left)?, places(right)?, places(dst)?);
+            run(join(*monoid, &left, &right, &dst)?, [left, right].concat(), dst)
         }
         Instr::SquareSum { once, .. } if mesh.position(view.local_rank, *once) != 0 => Action::Nothing,
         Instr::SquareSum { src, dst, once: _ } => {
@@ -479,6 +485,8 @@ fn collective(
         (Pattern::AllToAll, _) if src.bytes != dst.bytes || !src.elems().is_multiple_of(ways) => {
             Err(format!("{} bytes exchanged for {} between {ways}", src.bytes, dst.bytes))
         }
+        (Pattern::Shift, _) if src.bytes != dst.bytes => Err(format!("{} bytes handed on for {}", src.bytes, dst.bytes)),
+        (Pattern::Shift, _) => Ok(plain(Primitive::Shift, src.elems())),
         (Pattern::AllToAll, _) => Ok(plain(Primitive::AllToAll, src.elems() / ways)),
         (Pattern::AllGather, _) => {
             parts(dst, src)?;
@@ -487,6 +495,23 @@ fn collective(
             let staging = if after.is_some() { dst.bytes } else { 0 };
             Ok(Collective { after, staging, ..plain(Primitive::AllGather, src.elems()) })
         }
+    }
+}
+
+/// Parts of what is made block by block, joined: operands are those of `left`, then those of `right`.
+fn join(monoid: Monoid, left: &[Place], right: &[Place], dst: &[Place]) -> Result<Routine, String> {
+    for ((one, other), to) in left.iter().zip(right).zip(dst) {
+        if (one.dtype, one.bytes) != (other.dtype, other.bytes) || (one.dtype, one.bytes) != (to.dtype, to.bytes) {
+            return Err(format!("{} bytes of {} joined with {} of {}", one.bytes, one.dtype, other.bytes, other.dtype));
+        }
+    }
+    let is_there = if left == dst { flat::Left::InPlace } else { flat::Left::Elsewhere };
+    match (monoid, left) {
+        (Monoid::Sum, _) => Ok(flat::join_sums(&left.iter().map(|p| (p.dtype, p.elems())).collect::<Vec<_>>(), is_there)),
+        (Monoid::LogSumExp, [o, lse]) if lse.elems() > 0 && lse.dtype == o.dtype.accumulator() => {
+            Ok(flat::join_attention(o.dtype, lse.elems(), o.elems() / lse.elems(), is_there))
+        }
+        (Monoid::LogSumExp | Monoid::Max, _) => Err(format!("{} parts joined by {}", left.len(), monoid.name())),
     }
 }
 

@@ -117,10 +117,18 @@ pub enum Damage {
     HugeNumber,
     /// A home has a slot more.
     MoreSlots,
+    /// Parts of a ring are not joined.
+    DropJoin,
+    /// Keys of another turn, or parts of other pairs of blocks.
+    OtherTurn,
+    /// A block claims to be of another rank.
+    WrongTurn,
+    /// A part claims other pairs of blocks.
+    WrongPairs,
 }
 
 impl Damage {
-    pub const ALL: [Damage; 81] = [
+    pub const ALL: [Damage; 85] = [
         Damage::DropRun,
         Damage::DropCollective,
         Damage::DropMessage,
@@ -202,6 +210,10 @@ impl Damage {
         Damage::ShiftedSource,
         Damage::HugeNumber,
         Damage::MoreSlots,
+        Damage::DropJoin,
+        Damage::OtherTurn,
+        Damage::WrongTurn,
+        Damage::WrongPairs,
     ];
 
     /// In words: `drop wait`.

@@ -321,6 +321,7 @@ impl<'a> Walk<'a> {
                 | Content::Frame
                 | Content::Scratch => self.add_flat(src, dst),
             },
+            Instr::Join { left, right, dst, .. } => self.join(left, right, dst),
             &Instr::Cast { src, dst } => self.cast(src, dst),
             &Instr::SumShares { src, dst } => self.sum_shares(src, dst),
             &Instr::SquareSum { src, dst, .. } => self.square_sum(src, dst),
@@ -377,7 +378,7 @@ impl<'a> Walk<'a> {
         self.note_read(buffer);
     }
 
-    fn check(&mut self, buffer: BufferId) {
+    pub(super) fn check(&mut self, buffer: BufferId) {
         let claim = self.claim(buffer);
         if let Some(found) = self.mismatch(buffer, |fact| fact == claim) {
             self.wrong(buffer, claim, found);

@@ -233,10 +233,12 @@ impl Walk<'_> {
         if !in_place || pattern == Pattern::AllReduce && from == to {
             let moved = match pattern {
                 Pattern::AllReduce => Ok(self.profile(src)),
-                Pattern::ReduceScatter | Pattern::AllGather | Pattern::AllToAll => self.collapse(src).map(|fact| vec![(u64::MAX, fact)]),
+                Pattern::ReduceScatter | Pattern::AllGather | Pattern::AllToAll | Pattern::Shift => {
+                    self.collapse(src).map(|fact| vec![(u64::MAX, fact)])
+                }
             };
             let moved = moved.and_then(|profile| match pattern {
-                Pattern::AllGather | Pattern::AllToAll => {
+                Pattern::AllGather | Pattern::AllToAll | Pattern::Shift => {
                     profile.iter().try_for_each(|&(_, fact)| self.is_summed(fact, axes))?;
                     Ok(profile)
                 }
@@ -260,7 +262,7 @@ impl Walk<'_> {
             let (own, rest) = self.cells[at].seen(from);
             let result = match pattern {
                 _ if own != rest => Err((Class::Content, "its pieces differ, or are cut otherwise".into())),
-                Pattern::AllGather | Pattern::AllToAll => self.part_of(src, own).and_then(|()| self.is_summed(own, axes)).map(|()| own),
+                Pattern::AllGather | Pattern::AllToAll | Pattern::Shift => self.part_of(src, own).and_then(|()| self.is_summed(own, axes)).map(|()| own),
                 Pattern::AllReduce | Pattern::ReduceScatter => self.reduced_fact(src, own, axes, across),
             };
             let fact = result.unwrap_or_else(|why| {
@@ -270,7 +272,7 @@ impl Walk<'_> {
             let cell = &mut self.cells[at];
             match pattern {
                 // Of what was gathered, the rest of a larger piece that this rank has is still unknown.
-                Pattern::AllGather | Pattern::AllToAll => {
+                Pattern::AllGather | Pattern::AllToAll | Pattern::Shift => {
                     (cell.own, cell.rest, cell.grid) = (fact, if to == NO_GRID { fact } else { Fact::Garbage }, to);
                 }
                 Pattern::AllReduce | Pattern::ReduceScatter => (cell.own, cell.rest, cell.grid) = (fact, Fact::Garbage, to),

@@ -50,6 +50,14 @@ pub(super) fn local(program: &Program, ty: &Type, sharding: &Sharding) -> Result
     if !sharding.is_valid() {
         return Err("the sharding uses an axis twice".into());
     }
+    if let Some(ring) = sharding.ring {
+        if !program.mesh.all().includes(ring.axes) || ring.ranks != program.mesh.size(ring.axes) || !ring.is_valid() {
+            return Err(format!("turn {} of a ring of {} is none along {:?}", ring.turn, ring.ranks, ring.axes));
+        }
+        if !sharding.sharded().includes(ring.axes) {
+            return Err("goes round along axes that do not cut it into blocks".into());
+        }
+    }
     for (at, (&dim, &axes)) in ty.dims.iter().zip(&sharding.dims).enumerate() {
         let (size, ways) = (program.padded.size(dim), program.mesh.size(axes));
         if size % ways != 0 {
@@ -384,6 +392,11 @@ impl Checker<'_> {
                 }
                 if !across.is_empty() {
                     self.across(across, *dst).or_else(err)?;
+                }
+            }
+            Instr::Join { left, right, dst, .. } => {
+                if left.is_empty() || (left.len(), left.len()) != (right.len(), dst.len()) {
+                    return err(format!("{} parts with {} make {}: expected as many of each", left.len(), right.len(), dst.len()));
                 }
             }
             Instr::Send { to: other, .. } | Instr::Recv { from: other, .. } => {

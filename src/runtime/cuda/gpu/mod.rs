@@ -192,26 +192,6 @@ impl Gpu {
     fn world(&self, call: &'static str) -> Result<&World, DriverError> {
         self.world.as_ref().ok_or_else(|| unmet(call))
     }
-    /// NCCL has no call for it: a message to and from every member, all at once.
-    fn all_to_all(&mut self, communicator: Communicator, what: Exchange, stream: Queue) -> Result<(), DriverError> {
-        let (world, c, s) = (self.world("ncclCommCount")?, communicator.0 as Handle, self.stream(stream));
-        let (n, dtype, block) = (what.elems as usize, nccl::type_of(what.dtype), what.elems * what.dtype.size());
-        let mut members = 0;
-        // SAFETY: an integer to write to; the ranges are allocated and as long as the primitive takes; a group that was started is ended.
-        unsafe {
-            world.nccl.check("ncclCommCount", (world.nccl.count)(c, &raw mut members))?;
-            world.nccl.check("ncclGroupStart", (world.nccl.group_start)())?;
-            let mut asked = Ok(());
-            for peer in 0..members {
-                let at = |of: Address| of.plus(peer as u64 * block).0;
-                asked = asked.and(world.nccl.check("ncclSend", (world.nccl.send)(at(what.from) as *const c_void, n, dtype, peer, c, s)));
-                asked = asked.and(world.nccl.check("ncclRecv", (world.nccl.receive)(at(what.to) as *mut c_void, n, dtype, peer, c, s)));
-            }
-            let ended = world.nccl.check("ncclGroupEnd", (world.nccl.group_end)());
-            asked.and(ended)?;
-        }
-        world.settle("ncclGroupEnd", c, self.timeout)
-    }
     /// A function of a module, that may use so much shared memory: what its launch needs, not what the architecture has at most, since some of its GPUs have less.
     fn function(&self, module: Handle, entry: &CStr, shared: u32) -> Result<Handle, DriverError> {
         let mut function = null_mut();
@@ -500,10 +480,11 @@ impl Driver for Gpu {
         self.world("ncclCommAbort")?.nccl.check("ncclCommAbort", status)
     }
     fn exchange(&mut self, communicator: Communicator, what: Exchange, stream: Queue) -> Result<(), DriverError> {
-        if what.primitive == Primitive::AllToAll {
-            return self.all_to_all(communicator, what, stream);
-        }
         let world = self.world("ncclAllReduce")?;
+        if matches!(what.primitive, Primitive::AllToAll | Primitive::Shift) {
+            world.messages(what, communicator.0 as Handle, self.stream(stream))?;
+            return world.settle("ncclGroupEnd", communicator.0 as Handle, self.timeout);
+        }
         let (from, to) = (what.from.0 as *const c_void, what.to.0 as *mut c_void);
         let (n, dtype, c, s) = (what.elems as usize, nccl::type_of(what.dtype), communicator.0 as Handle, self.stream(stream));
         // SAFETY: the ranges are allocated and as long as the primitive takes.
@@ -512,7 +493,7 @@ impl Driver for Gpu {
                 Primitive::AllReduce(r) => ("ncclAllReduce", (world.nccl.all_reduce)(from, to, n, dtype, nccl::operation(r), c, s)),
                 Primitive::ReduceScatter(r) => ("ncclReduceScatter", (world.nccl.reduce_scatter)(from, to, n, dtype, nccl::operation(r), c, s)),
                 Primitive::AllGather => ("ncclAllGather", (world.nccl.all_gather)(from, to, n, dtype, c, s)),
-                Primitive::AllToAll => unreachable!("made of messages above"),
+                Primitive::AllToAll | Primitive::Shift => unreachable!("made of messages above"),
             }
         };
         world.nccl.check(call, status)?;

@@ -362,6 +362,8 @@ pub fn plan(problem: &Problem, found: &Found) -> Plan {
         optimizer: problem.types.optimizer,
         clip: problem.clip,
         wire: problem.types.wire,
+        sync: tuple.sync,
+        nest: tuple.nest,
     }
 }
 

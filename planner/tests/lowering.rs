@@ -45,7 +45,7 @@ fn the_arena_is_the_formula_to_the_byte() {
                 let cut = &plan.stages[c as usize];
                 of_stage.extend((cut.first..=cut.last).map(|l| (&layers[l as usize], plan.layer(l).residence(), slots)));
             }
-            let types = StateTypes { compute: plan.compute, optimizer: plan.optimizer, wire: plan.wire };
+            let types = StateTypes::of(&plan);
             let position = StagePosition { pipeline, stage: s as u64, boundary: sharder.boundary_bytes() };
             let formula = memory::arena(&of_stage, &plan.mesh(), types, position);
             let parts = [formula.scalars, formula.states, formula.frames, formula.boundary, formula.workspace, formula.ring];

@@ -4,9 +4,11 @@
 //! are not the smallest case's and their sizes, and every step makes it less, so this ends.
 
 use dplan_ir::dtype::DType;
+use dplan_ir::nest::Nest;
 use dplan_ir::op::Documents;
 use dplan_ir::optimizer::{DecayGroups, Optimizer};
 use dplan_ir::plan::{Clip, Gathered, Offload, Recompute, Schedule, Wire, Zero};
+use dplan_ir::sync::Sync;
 use dplan_planner::drawn::{Boundary, Case, Ffn, Model, Sight, Split, Way};
 
 /// Makes a failing case smaller; `fails` says whether one still does.
@@ -108,6 +110,8 @@ fn simpler(case: &Case) -> Vec<Case> {
     offer(&|c| c.optimizer = Optimizer::Sgd);
     offer(&|c| c.clip = Clip::None);
     offer(&|c| c.wire = Wire::Full);
+    offer(&|c| c.sync = Sync::Flat);
+    offer(&|c| c.nest = Nest::default());
     offer(&|c| c.decay = DecayGroups::All);
     offer(&|c| c.streams = None);
     offer(&|c| c.compute = if c.compute == DType::F16 { DType::Bf16 } else { DType::F64 });

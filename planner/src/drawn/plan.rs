@@ -59,6 +59,8 @@ impl Case {
             optimizer: self.optimizer,
             clip: self.clip,
             wire: self.wire,
+            sync: self.sync,
+            nest: self.nest,
         }
     }
 }

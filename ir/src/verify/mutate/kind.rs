@@ -99,10 +99,12 @@ pub enum Damage {
     EarlyCopy,
     /// A copy takes another frame along.
     OtherFrame,
+    /// An axis is nested twice, and another one not at all.
+    WrongNesting,
 }
 
 impl Damage {
-    pub const ALL: [Damage; 72] = [
+    pub const ALL: [Damage; 73] = [
         Damage::DropRun,
         Damage::DropCollective,
         Damage::DropMessage,
@@ -175,6 +177,7 @@ impl Damage {
         Damage::DropCast,
         Damage::EarlyCopy,
         Damage::OtherFrame,
+        Damage::WrongNesting,
     ];
 
     /// In words: `drop wait`.

@@ -242,7 +242,9 @@ impl Walk<'_> {
         for at in self.range(dst) {
             let (own, rest) = self.cells[at].seen(from);
             let result = match pattern {
-                Pattern::AllGather | Pattern::AllToAll => self.part_of(src, own).map(|()| (own, own, NO_GRID)),
+                Pattern::AllGather | Pattern::AllToAll if to == NO_GRID => self.part_of(src, own).map(|()| (own, own, NO_GRID)),
+                // What is gathered of a piece is that piece, and no more.
+                Pattern::AllGather | Pattern::AllToAll => self.part_of(src, own).map(|()| (own, Fact::Garbage, to)),
                 Pattern::AllReduce | Pattern::ReduceScatter if own != rest => {
                     Err((Class::Content, "its pieces differ: it is not one gradient".into()))
                 }

@@ -270,11 +270,7 @@ impl Arena {
                 };
                 let (own_param, own_grad) = (own(Role::Param), own(Role::Grad));
                 let steps = stage.plan.sync.steps(stage.mesh(), data);
-                for role in
-                    [Role::Param, Role::Grad].into_iter().filter(|&r| stage.pieces(r, zero, data).is_empty() && space(r, offload) == Space::Device)
-                {
-                    self.steps(stage, roles[&role], &steps);
-                }
+                roles.iter().filter(|(r, _)| space(**r, offload) == Space::Device).for_each(|(_, &whole)| self.steps(stage, whole, &steps));
                 let sums = memory::trust_bytes(size.members, types);
                 let trust = (sums > 0).then(|| self.buffer(Content::Trust { bucket: id }, types.dtype(Role::Master), sums, at));
                 at += align(sums);
@@ -329,9 +325,13 @@ impl Arena {
         piece
     }
 
-    /// What a whole flat buffer is in between, where it is scattered or gathered in several steps.
+    /// What all gradients or parameters of a bucket are in between, where they are scattered or gathered in several steps.
     fn steps(&mut self, stage: Stage<'_>, whole: BufferId, steps: &[AxisSet]) {
-        let Buffer { content: Content::Flat { bucket, role, .. }, offset, .. } = self.program.buffers[whole] else { return };
+        let Buffer { content: Content::Flat { bucket, role: role @ (Role::Param | Role::Grad), pieces: AxisSet::EMPTY }, offset, .. } =
+            self.program.buffers[whole]
+        else {
+            return;
+        };
         let mut pieces = AxisSet::EMPTY;
         for &step in steps.iter().take(steps.len().saturating_sub(1)) {
             pieces = pieces.union(step);
@@ -545,10 +545,8 @@ impl Arena {
                     own if own == kept => whole,
                     _ => self.piece_in_place(stage, bucket, role, self.homes[home].data, offset),
                 };
-                if pieces.is_empty() && matches!(role, Role::Param | Role::Grad) {
-                    let steps = self.homes[home].steps.clone();
-                    self.steps(stage, whole, &steps);
-                }
+                let steps = self.homes[home].steps.clone();
+                self.steps(stage, whole, &steps);
                 offset += align(self.program.buffers[whole].bytes);
                 self.homes[home].staged.insert(role, Part { whole, own });
             }

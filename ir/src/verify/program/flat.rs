@@ -241,15 +241,13 @@ impl Walk<'_> {
         let mut fault = None;
         for at in self.range(dst) {
             let (own, rest) = self.cells[at].seen(from);
-            let result = match pattern {
+            let one = if own == rest { Ok(own) } else { Err((Class::Content, "its bytes differ: it is not one piece".to_string())) };
+            let result = one.and_then(|own| match pattern {
                 Pattern::AllGather | Pattern::AllToAll if to == NO_GRID => self.part_of(src, own).map(|()| (own, own, NO_GRID)),
                 // What is gathered of a piece is that piece, and no more.
                 Pattern::AllGather | Pattern::AllToAll => self.part_of(src, own).map(|()| (own, Fact::Garbage, to)),
-                Pattern::AllReduce | Pattern::ReduceScatter if own != rest => {
-                    Err((Class::Content, "its pieces differ: it is not one gradient".into()))
-                }
                 Pattern::AllReduce | Pattern::ReduceScatter => self.reduced_fact(src, own, axes, across).map(|fact| (fact, Fact::Garbage, to)),
-            };
+            });
             let (own, rest, grid) = result.unwrap_or_else(|why| {
                 fault.get_or_insert(why);
                 (Fact::Garbage, Fact::Garbage, NO_GRID)

@@ -8,10 +8,12 @@ use dplan_ir::dtype::DType;
 use dplan_ir::grad;
 use dplan_ir::graph::Graph;
 use dplan_ir::mesh::{AxisSet, Degrees, Keys, Mesh};
+use dplan_ir::nest::Nest;
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::plan::{Away, Clip, Gathered, LayerPlan, Placement, Plan, Recompute, Schedule, StagePlan, Wire, Zero};
 use dplan_ir::program::{Instr, Program};
 use dplan_ir::rule::Assignment;
+use dplan_ir::sync::Sync;
 use dplan_ir::text;
 use dplan_planner::machine::Cluster;
 use serde::{Deserialize, Serialize};
@@ -55,6 +57,12 @@ struct Json {
     /// Absent where nothing is rounded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     wire: Option<String>,
+    /// Absent where one collective sums gradients.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    sync: Option<String>,
+    /// Absent where degrees are nested as usual.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    map: Option<String>,
     seq: u64,
     choices: Choices,
     graph: Vec<String>,
@@ -112,6 +120,8 @@ impl PlanFile {
             optimizer: plan.optimizer.name().into(),
             clip: clip_name(plan.clip).into(),
             wire: plan.wire.dtype().map(|_| plan.wire.name().into()),
+            sync: (plan.sync != Sync::Flat).then(|| plan.sync.name()),
+            map: (plan.nest != Nest::default()).then(|| plan.nest.to_string()),
             seq: self.seq,
             choices: Choices {
                 dp: plan.dp,
@@ -187,6 +197,16 @@ impl PlanFile {
             None => Wire::Full,
             Some(name) => Wire::from_name(name).ok_or_else(|| wrong("wire", format!("`{name}`: expected full or bf16")))?,
         };
+        let sync = match &json.sync {
+            None => Sync::Flat,
+            Some(name) => {
+                Sync::from_name(name).ok_or_else(|| wrong("sync", format!("`{name}`: expected flat, hierarchical:2 or the like, tree or server")))?
+            }
+        };
+        let nest = match &json.map {
+            None => Nest::default(),
+            Some(name) => Nest::from_name(name).ok_or_else(|| wrong("map", format!("`{name}`: expected an order, such as dp.ep.cp.tp")))?,
+        };
         let choices = &json.choices;
         let degrees = [("dp", choices.dp), ("ep", choices.ep), ("cp", choices.cp), ("tp", choices.tp)];
         for (at, n) in degrees.into_iter().chain([("micro_batch", choices.micro_batch), ("micro_batches", choices.micro_batches)]) {
@@ -198,7 +218,15 @@ impl PlanFile {
             None => Keys::Gathered,
             Some(name) => Keys::from_name(name).ok_or_else(|| wrong("choices.keys", format!("`{name}`: expected gather or ring")))?,
         };
-        let mesh = Mesh::of(Degrees { dp: choices.dp, ep: choices.ep, cp: choices.cp, tp: choices.tp, keys });
+        if matches!(sync, Sync::Hierarchical { .. } | Sync::Tree) && choices.ep > 1 {
+            return Err(wrong("sync", format!("{} needs an ep of 1, not {}", sync.name(), choices.ep)));
+        }
+        if let Sync::Hierarchical { far } = sync
+            && !choices.dp.is_multiple_of(far)
+        {
+            return Err(wrong("sync", format!("{far} parts of {} data-parallel ranks: expected a divisor", choices.dp)));
+        }
+        let mesh = Mesh::of(Degrees { dp: choices.dp, ep: choices.ep, cp: choices.cp, tp: choices.tp, keys, sync, nest });
         let schedule =
             Schedule::from_name(&choices.schedule).ok_or_else(|| wrong("choices.schedule", format!("`{}` is not a schedule", choices.schedule)))?;
         let mut options = Vec::new();
@@ -251,6 +279,8 @@ impl PlanFile {
             clip,
             wire,
             keys,
+            sync,
+            nest,
         };
         check_shape(&plan, &graph).map_err(|(at, what)| wrong(at, what))?;
         check_program(&plan, &program).map_err(|what| wrong("program", what))?;

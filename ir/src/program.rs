@@ -24,7 +24,8 @@
 //! (parameters, master copy, gradients, moments) are flat buffers with the same element offsets, whole or cut into equal pieces over data-parallel axes
 //! (ZeRO); piece boundaries need not respect tensors. Padding elements are zero.
 //!
-//! **Wire.** Gradients that travel in a shorter type than they are added up in do so in four steps, each an instruction:
+//! **Wire.** Gradients that travel in a shorter type than they are added up in, or to one rank that adds them up, do so in four steps, each an instruction (of which the
+//! first is left out where nothing is rounded: gradients are then exchanged from where they are):
 //!
 //! ```text
 //! cast           wire ← gradients, rounded                          all pieces of this rank's sum
@@ -248,7 +249,7 @@ pub enum Content {
     Trust {
         bucket: BucketId,
     },
-    /// Gradients of a bucket on the wire, rounded to a shorter type: those of this rank, or (of every member along `from`, in group order) the piece that is this rank's.
+    /// Gradients of a bucket on the wire, as they are or rounded to a shorter type: those of this rank, or (of every member along `from`, in group order) the piece that is this rank's.
     Wire {
         bucket: BucketId,
         from: AxisSet,

@@ -95,7 +95,7 @@ fn for_each_node(mut f: impl FnMut(&Check<'_>, &Rule)) {
         let graph = differentiate(&case.graph).unwrap_or_else(|why| panic!("{}: {why}", case.graph.name));
         let run = GraphRun::drawing(&graph, &case.params, &case.inputs, case.inv_tokens, DRAWS);
         for sizes in [[2, 3], [2, 2]] {
-            let mesh = Mesh { axes: sizes.iter().enumerate().map(|(i, &size)| Axis { name: format!("tp{i}"), size }).collect() };
+            let mesh = Mesh { axes: sizes.iter().enumerate().map(|(i, &size)| Axis { name: format!("tp{i}"), size }).collect(), nesting: vec![] };
             for (id, node) in graph.nodes.iter() {
                 f(&Check { graph: &graph, run: &run, mesh: &mesh, id, node, case: &case }, &node_rule(&graph, node));
             }

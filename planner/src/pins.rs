@@ -4,7 +4,9 @@
 
 use crate::machine::nearest;
 use dplan_ir::mesh::Keys;
+use dplan_ir::nest::Nest;
 use dplan_ir::plan::{Away, Plan, Recompute, Schedule, Wire, Zero};
+use dplan_ir::sync::Sync;
 use std::fmt;
 
 /// What is wrong with a pin.
@@ -97,6 +99,23 @@ impl<T: PartialEq> PerLayer<T> {
     }
 }
 
+/// A way of exchanging gradients, as a pin asks for it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Asked {
+    This(Sync),
+    /// `hierarchical`: inside the nodes that data-parallel ranks are on, and between them.
+    ByNodes,
+}
+
+impl Asked {
+    fn name(self) -> String {
+        match self {
+            Asked::This(sync) => sync.name(),
+            Asked::ByNodes => "hierarchical".into(),
+        }
+    }
+}
+
 /// Everything that is pinned.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Pins {
@@ -118,12 +137,25 @@ pub struct Pins {
     pub keys: Allowed<Keys>,
     /// What gradients are exchanged in; it changes numbers, so it is no choice of the planner's, and full where nothing is said.
     pub wire: Option<Wire>,
+    /// How gradients get to their sum (`sync`); one collective where nothing is said.
+    pub sync: Allowed<Asked>,
+    /// Which degrees lie on which links (`map`); the usual order where nothing is said.
+    pub nest: Allowed<Nest>,
 }
 
 impl Pins {
-    /// What must be pinned for another plan to compute what this one does.
+    /// What must be pinned for another plan to compute what this one does, and to have a choice of it that planners do not make unasked.
     pub fn that_keep(plan: &Plan) -> Pins {
-        Pins { wire: plan.wire.dtype().map(|_| plan.wire), ..Pins::default() }
+        let sync = if plan.sync == Sync::Flat { Allowed::ANY } else { Allowed::only(vec![Asked::This(plan.sync)]) };
+        let nest = if plan.nest == Nest::default() { Allowed::ANY } else { Allowed::only(vec![plan.nest]) };
+        Pins { wire: plan.wire.dtype().map(|_| plan.wire), sync, nest, ..Pins::default() }
+    }
+
+    /// These, and what they say nothing about as other pins say.
+    pub fn or_kept(self, kept: &Pins) -> Pins {
+        let sync = if self.sync.is_pinned() { self.sync.clone() } else { kept.sync.clone() };
+        let nest = if self.nest.is_pinned() { self.nest.clone() } else { kept.nest.clone() };
+        Pins { wire: self.wire.or(kept.wire), sync, nest, ..self }
     }
 
     /// Whether nothing is pinned that a planner would choose.
@@ -176,6 +208,8 @@ impl Pins {
                         });
                     }
                 },
+                "sync" => pins.sync = Allowed::only(list(pin, values, sync)?),
+                "map" => pins.nest = Allowed::only(list(pin, values, nest)?),
                 "etp" if values == "1" => {}
                 _ if KEYS.contains(&key) => return Err(PinError::NotYet(pin.into())),
                 _ => {
@@ -205,7 +239,7 @@ impl Pins {
     /// The keys that are pinned, and these pins without each of them.
     pub fn relaxations(&self) -> Vec<(&'static str, Pins)> {
         type Relax = fn(&mut Pins);
-        let keys: [(&'static str, bool, Relax); 14] = [
+        let keys: [(&'static str, bool, Relax); 16] = [
             ("dp", self.dp.is_pinned(), |p| p.dp = Allowed::ANY),
             ("tp", self.tp.is_pinned(), |p| p.tp = Allowed::ANY),
             ("pp", self.pp.is_pinned(), |p| p.pp = Allowed::ANY),
@@ -220,6 +254,8 @@ impl Pins {
             ("recompute", self.recompute.is_pinned(), |p| p.recompute = PerLayer::default()),
             ("keys", self.keys.is_pinned(), |p| p.keys = Allowed::ANY),
             ("wire", self.wire.is_some(), |p| p.wire = None),
+            ("sync", self.sync.is_pinned(), |p| p.sync = Allowed::ANY),
+            ("map", self.nest.is_pinned(), |p| p.nest = Allowed::ANY),
         ];
         let relaxed = |relax: Relax| {
             let mut pins = self.clone();
@@ -286,6 +322,8 @@ impl fmt::Display for Pins {
         parts.extend(self.recompute.ranges.iter().map(|(a, b, v)| format!("recompute@{a}-{b}={}", recomputes(v))));
         parts.extend(self.keys.values().map(|v| format!("keys={}", join(v.iter().map(|k| k.name().to_string()).collect()))));
         parts.extend(self.wire.map(|w| format!("wire={}", w.name())));
+        parts.extend(self.sync.values().map(|v| format!("sync={}", join(v.iter().map(|s| s.name()).collect()))));
+        parts.extend(self.nest.values().map(|v| format!("map={}", join(v.iter().map(Nest::to_string).collect()))));
         f.write_str(&parts.join(","))
     }
 }
@@ -337,6 +375,15 @@ fn wire(value: &str) -> Option<Parsed<Wire>> {
     Some(Wire::from_name(value).ok_or("`full` or `bf16`"))
 }
 
+fn sync(value: &str) -> Option<Parsed<Asked>> {
+    let asked = if value == "hierarchical" { Some(Asked::ByNodes) } else { Sync::from_name(value).map(Asked::This) };
+    Some(asked.ok_or("`flat`, `hierarchical` (by nodes), `hierarchical:2` (in two parts), `tree` or `server`"))
+}
+
+fn nest(value: &str) -> Option<Parsed<Nest>> {
+    Some(Nest::from_name(value).ok_or("an order of `dp`, `ep`, `cp` and `tp`, the outermost first, such as `tp.dp`"))
+}
+
 fn on_off(value: &str) -> Option<Parsed<bool>> {
     match value {
         "on" | "1" => Some(Ok(true)),
@@ -367,6 +414,7 @@ mod tests {
             "schedule=gpipe+1f1b+zb-v,virtual=1+2,sp=off",
             "zero=0+1,zero@0-11=3,offload=none+optimizer:nvme/activations,offload@2-3=optimizer+activations:nvme,recompute=none,recompute@4-4=selective+full",
             "micro=2,wire=bf16",
+            "sync=flat+hierarchical+hierarchical:2+tree+server,map=dp.ep.cp.tp+ep.cp.tp.dp",
         ] {
             assert_eq!(Pins::parse(text).unwrap().to_string(), text);
         }
@@ -401,6 +449,9 @@ mod tests {
             ("sp=maybe", "`on` or `off`"),
             ("wire=fp8", "`full` or `bf16`"),
             ("wire=full+bf16", "differ in what is computed"),
+            ("sync=star", "`hierarchical` (by nodes)"),
+            ("sync=hierarchical:1", "`hierarchical:2` (in two parts)"),
+            ("map=tp.pp", "an order of `dp`, `ep`, `cp` and `tp`"),
         ] {
             let error = Pins::parse(text).unwrap_err().to_string();
             assert!(error.contains(says), "{text}: {error}");

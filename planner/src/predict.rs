@@ -103,7 +103,7 @@ pub fn predict(graph: &Graph, classes: &[u32], cluster: &Cluster, plan: &Plan) -
     let pricings: BTreeMap<Site, Pricing<'_>> = seats.iter().map(|seat| (seat.site, pricing(seat.site))).collect();
     let stage_of: Vec<u64> = (0..classes.len() as u32).map(|l| plan.stage_of(l) as u64).collect();
     let layers = priced(&pricings, classes, plan, |layer| seats[stage_of[layer] as usize].site)?;
-    let types = StateTypes { compute: plan.compute, optimizer: plan.optimizer, wire: plan.wire };
+    let types = StateTypes::of(plan);
     let pipeline = plan.pipeline();
     let (p, m) = (pipeline.stages, pipeline.micro_batches);
     let terms = |site| Terms { links: cluster, site, mesh: &mesh, types, clip: plan.clip, homes: 2.min(p) };

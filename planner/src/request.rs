@@ -391,6 +391,8 @@ pub fn plan(problem: &Problem, found: &Found) -> Plan {
         clip: problem.clip,
         wire: problem.types.wire,
         keys: tuple.keys,
+        sync: tuple.sync,
+        nest: tuple.nest,
     }
 }
 

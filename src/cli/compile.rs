@@ -52,7 +52,7 @@ pub struct Args {
     /// beginning.
     #[arg(long, default_value = "joined", value_name = "HOW")]
     documents: Documents,
-    /// Choices already made: dp tp pp cp keys ep micro virtual zero recompute offload schedule sp wire; values joined by +, zero@0-11=3 for a range of layers.
+    /// Choices already made: dp tp pp cp keys ep micro virtual zero recompute offload schedule sp wire sync map; values joined by +, zero@0-11=3 for a range of layers.
     #[arg(long, default_value = "", value_name = "k=v,…")]
     pin: String,
     /// Memory that arena and context may take on one device, such as 40GiB.

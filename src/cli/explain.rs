@@ -118,8 +118,8 @@ fn order_object(schedule: Schedule, found: Option<&(Plan, Prediction)>) -> Value
 }
 
 /// A question about the same model and cluster; gradients are exchanged as in the plan, unless pins say how.
-fn request<'a>(file: &'a PlanFile, classes: &'a [u32], mut pins: Pins, args: &Args) -> Request<'a> {
-    pins.wire = pins.wire.or(Pins::that_keep(&file.plan).wire);
+fn request<'a>(file: &'a PlanFile, classes: &'a [u32], pins: Pins, args: &Args) -> Request<'a> {
+    let pins = pins.or_kept(&Pins::that_keep(&file.plan));
     Request {
         graph: &file.graph,
         classes,

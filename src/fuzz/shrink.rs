@@ -5,9 +5,11 @@
 
 use dplan_ir::dtype::DType;
 use dplan_ir::mesh::Keys;
+use dplan_ir::nest::Nest;
 use dplan_ir::op::Documents;
 use dplan_ir::optimizer::{DecayGroups, Optimizer};
 use dplan_ir::plan::{Clip, Gathered, Offload, Recompute, Schedule, Wire, Zero};
+use dplan_ir::sync::Sync;
 use dplan_planner::drawn::{Boundary, Case, Ffn, Model, Sight, Split, Way};
 
 /// Makes a failing case smaller; `fails` says whether one still does.
@@ -110,6 +112,8 @@ fn simpler(case: &Case) -> Vec<Case> {
     offer(&|c| c.clip = Clip::None);
     offer(&|c| c.wire = Wire::Full);
     offer(&|c| c.keys = Keys::Gathered);
+    offer(&|c| c.sync = Sync::Flat);
+    offer(&|c| c.nest = Nest::default());
     offer(&|c| c.decay = DecayGroups::All);
     offer(&|c| c.streams = None);
     offer(&|c| c.compute = if c.compute == DType::F16 { DType::Bf16 } else { DType::F64 });

@@ -3,7 +3,7 @@
 use crate::dtype::DType;
 use crate::entity::{BucketId, BufferId, DimId, EventId, FormId, NodeId, ParamId, SegmentId, Table, ValueId};
 use crate::graph::{Def, Dim, Graph, Init, Layout, Narrow, Node, Param, Phase, Piece, Type, Value};
-use crate::mesh::{Axis, AxisSet, Mesh};
+use crate::mesh::{Axis, AxisId, AxisSet, Mesh};
 use crate::op::{
     Activation, Attention, Correction, Documents, GroupScore, Groups, Mask, Op, Pairs, Renormalize, Rope, Rotation, Router, Score, Spec,
 };
@@ -250,7 +250,11 @@ fn mesh(rng: &mut Rng) -> Mesh {
             true
         }
     });
-    Mesh { axes }
+    let mut mesh = Mesh { axes, nesting: Vec::new() };
+    let mut nesting: Vec<AxisId> = mesh.ids().collect();
+    (0..nesting.len()).for_each(|at| nesting.swap(at, rng.below(at as u64 + 1) as usize));
+    mesh.nest(nesting);
+    mesh
 }
 
 fn axes(mesh: &Mesh, rng: &mut Rng) -> AxisSet {

@@ -1,4 +1,5 @@
-//! Meshes, sets of axes, shardings, padded sizes: `mesh [dp=2, tp0=2]`, `{dp, tp0}`, `<dp, tp0*tp1, _ +sum{tp2}>`, `<_, cp ring{cp} of 4 turn 1 over {0, 1}>`, `padded v = 260`.
+//! Meshes, sets of axes, shardings, padded sizes: `mesh [dp=2, tp0=2]` (`… nested [tp0, dp]` where that is not their order), `{dp, tp0}`, `<dp, tp0*tp1, _ +sum{tp2}>`, `<_, cp ring{cp} of 4 turn 1 over {0, 1}>`,
+//! `padded v = 260`.
 
 use std::fmt::Write;
 
@@ -20,6 +21,16 @@ pub fn put_mesh(out: &mut Printed, mesh: &Mesh) {
         let _ = write!(out.text, "={}", axis.size);
     }
     out.put("]");
+    if !mesh.nesting.is_empty() {
+        out.put(" nested [");
+        for (i, AxisId(at)) in mesh.nesting.iter().enumerate() {
+            if i > 0 {
+                out.put(", ");
+            }
+            put_axis(&mut out.text, *at, mesh);
+        }
+        out.put("]");
+    }
     out.end_line();
 }
 
@@ -39,6 +50,19 @@ pub fn mesh(p: &mut Parser<'_>) -> Parsed<Mesh> {
         mesh.axes.push(Axis { name, size: p.integer("the axis's size")? });
         Ok(())
     })?;
+    if p.take_word("nested") {
+        let (at, mut nesting) = (p.at(), Vec::new());
+        p.list('[', ']', |p| {
+            let mut one = AxisSet::EMPTY;
+            axis(p, &mesh, &mut one)?;
+            nesting.extend(one.iter());
+            Ok(())
+        })?;
+        mesh.nest(nesting);
+        if !mesh.is_nested() {
+            return Err(p.wrong(at, "another list", "every axis of the mesh once, the outermost first"));
+        }
+    }
     Ok(mesh)
 }
 
@@ -189,10 +213,14 @@ fn put_joined(out: &mut String, axes: AxisSet, mesh: &Mesh, between: &str) {
         if i > 0 {
             out.push_str(between);
         }
-        match mesh.axes.get(at as usize) {
-            Some(axis) => put_axis_name(out, &axis.name),
-            None => put_axis_name(out, &format!("axis {at}")),
-        }
+        put_axis(out, at, mesh);
+    }
+}
+
+fn put_axis(out: &mut String, at: u8, mesh: &Mesh) {
+    match mesh.axes.get(at as usize) {
+        Some(axis) => put_axis_name(out, &axis.name),
+        None => put_axis_name(out, &format!("axis {at}")),
     }
 }
 

@@ -40,7 +40,7 @@ pub fn group(machine: &Machine, mesh: &Mesh, axes: AxisSet) -> Group {
     let mut local = 1;
     for axis in axes.iter() {
         let size = mesh.axis(axis).size;
-        let stride: u64 = mesh.axes[axis.0 as usize + 1..].iter().map(|a| a.size).product();
+        let stride = mesh.stride(axis);
         local *= if block == u64::MAX || block % (stride * size) == 0 {
             size
         } else if block % stride == 0 && size.is_multiple_of(block / stride) {

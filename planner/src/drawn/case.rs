@@ -4,9 +4,11 @@ use super::{Dice, EXPERTS, Model};
 use dplan_ir::dtype::DType;
 use dplan_ir::graph::Graph;
 use dplan_ir::mesh::{Degrees, Keys};
+use dplan_ir::nest::Nest;
 use dplan_ir::optimizer::{DecayGroups, Optimizer};
 use dplan_ir::pipeline::Pipeline;
 use dplan_ir::plan::{Away, Clip, Gathered, Offload, Recompute, Schedule, Store, Wire, Zero};
+use dplan_ir::sync::Sync;
 
 /// A model, a plan for it, and what of a run is no part of a plan.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -33,6 +35,8 @@ pub struct Case {
     pub wire: Wire,
     /// How context-parallel ranks get at each other's keys and values.
     pub keys: Keys,
+    pub sync: Sync,
+    pub nest: Nest,
     pub decay: DecayGroups,
     /// Seed of the order in which ranks try their streams; communication first if absent.
     pub streams: Option<u64>,
@@ -130,6 +134,8 @@ impl Case {
             clip: Clip::None,
             wire: Wire::Full,
             keys: Keys::Gathered,
+            sync: Sync::Flat,
+            nest: Nest::default(),
             decay: DecayGroups::All,
             streams: None,
         }
@@ -191,10 +197,22 @@ impl Case {
             wire: dice.pick(&[Wire::Full, Wire::Full, Wire::Bf16]),
             keys: dice.pick(&Keys::ALL),
             decay: dice.pick(&[DecayGroups::All, DecayGroups::Matrices]),
+            sync: Sync::Flat,
+            nest: Nest::default(),
             streams: if dice.one_in(3) { Some(dice.roll(1000)) } else { None },
         };
         if alone {
             (case.dp, case.ep, case.cp, case.tp) = (1, 1, 1, 1);
+        }
+        if case.ep > 1 {
+            case.sync = dice.pick(&[Sync::Flat, Sync::Flat, Sync::Server]);
+        } else if case.dp * case.cp > 1 {
+            let parts: Vec<u64> = (2..=case.dp).filter(|far| case.dp.is_multiple_of(*far)).collect();
+            let parted = if parts.is_empty() { Sync::Flat } else { Sync::Hierarchical { far: dice.pick(&parts) } };
+            case.sync = dice.pick(&[Sync::Flat, Sync::Flat, parted, Sync::Tree, Sync::Server]);
+        }
+        if dice.one_in(3) {
+            case.nest = dice.pick(&Nest::all());
         }
         case.settle();
         case
@@ -241,6 +259,10 @@ impl Case {
             () if !(self.cuts.len() as u64 + 1).is_multiple_of(self.virtual_stages) => Some("cuts for a multiple of the virtual stages"),
             () if self.ep > 1 && !(self.model.ffn.is_routed() && EXPERTS.is_multiple_of(self.ep)) => Some("experts that ep divides"),
             () if !self.dp.is_multiple_of(self.ep) => Some("a dp that ep divides"),
+            () if matches!(self.sync, Sync::Hierarchical { .. } | Sync::Tree) && self.ep > 1 => {
+                Some("one sum over data-parallel ranks where experts are shared out")
+            }
+            () if matches!(self.sync, Sync::Hierarchical { far } if !self.dp.is_multiple_of(far)) => Some("a dp of so many parts"),
             () if !self.model.seq.is_multiple_of(self.cp) => Some("a sequence that cp divides"),
             () if self.splits_sequence() && !self.model.seq.is_multiple_of(self.cp * self.tp) => Some("a sequence that cp and tp divide"),
             () if self.split == Split::Textbook && self.model.ffn.is_routed() && !EXPERTS.is_multiple_of(self.ep * self.tp) => {
@@ -269,7 +291,7 @@ impl Case {
         Pipeline { schedule: self.schedule, stages: self.pp(), virtual_stages: self.virtual_stages, micro_batches: self.micro_batches }
     }
     pub fn degrees(&self) -> Degrees {
-        Degrees { dp: self.dp, ep: self.ep, cp: self.cp, tp: self.tp, keys: self.keys }
+        Degrees { dp: self.dp, ep: self.ep, cp: self.cp, tp: self.tp, keys: self.keys, sync: self.sync, nest: self.nest }
     }
     /// The model's graph for the case's micro-batches, its positions in sequence.
     pub fn graph(&self) -> Graph {

@@ -60,6 +60,8 @@ impl Case {
             clip: self.clip,
             wire: self.wire,
             keys: self.keys,
+            sync: self.sync,
+            nest: self.nest,
         }
     }
 }

@@ -155,8 +155,8 @@ impl Body<'_> {
             for &(src, dst) in &self.arena.layers[at].fetched[index(pass)] {
                 self.issue(Stream::Copy, Instr::Copy { src, dst });
             }
-            for &Gather { axes, src, whole } in &self.arena.layers[at].gathered[index(pass)] {
-                self.flat(Pattern::AllGather, axes, src, whole);
+            for &Gather { home, src, whole } in &self.arena.layers[at].gathered[index(pass)] {
+                sync::gather(self, home, src, whole);
             }
         }
     }

@@ -344,6 +344,8 @@ impl<'w> Executor<'w> {
             Action::SumShares { src, dst } => match (read(src), write(dst)) {
                 (Block::Bf16(src), BlockMut::F32(dst)) => flat::sum_shares(src, dst),
                 (Block::Bf16(src), BlockMut::F64(dst)) => flat::sum_shares(src, dst),
+                (Block::F32(src), BlockMut::F32(dst)) => flat::sum_shares(src, dst),
+                (Block::F64(src), BlockMut::F64(dst)) => flat::sum_shares(src, dst),
                 _ => unreachable!("refused when loaded"),
             },
             Action::JoinSums { left, right, dst } => {

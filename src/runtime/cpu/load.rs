@@ -364,7 +364,7 @@ impl Loader<'_> {
             }
             Instr::SumShares { src, dst } => {
                 let (src, dst) = (self.slot(*src)?, self.float(*dst)?);
-                if src.dtype != DType::Bf16 || src.elems() % dst.elems().max(1) != 0 {
+                if src.dtype != DType::Bf16 && src.dtype != dst.dtype || src.elems() % dst.elems().max(1) != 0 {
                     return Err(format!("{} elements of {} added up to {} of {}", src.elems(), src.dtype, dst.elems(), dst.dtype));
                 }
                 Action::SumShares { src, dst }

@@ -4,7 +4,7 @@ use super::{Cut, Damage, show};
 use crate::dtype::DType;
 use crate::entity::{BufferId, DimId, NodeId, ValueId};
 use crate::graph::{Graph, Node};
-use crate::mesh::AxisSet;
+use crate::mesh::{AxisId, AxisSet};
 use crate::op::Op;
 use crate::program::{ALIGN, Buffer, Channel, Content, Instr, Pattern, Program, Role, Space, Stream, Write};
 use crate::ring::Ring;
@@ -378,6 +378,15 @@ impl Cut<'_> {
                 let call = &mut self.program.stages[stage].schedule[at];
                 call.segment.0 = (call.segment.0 + 1) % count;
                 Some(format!("stage {stage} call {at}"))
+            }
+            Damage::WrongNesting => {
+                let mesh = &mut self.program.mesh;
+                let mut nesting: Vec<AxisId> = if mesh.nesting.is_empty() { mesh.ids().collect() } else { mesh.nesting.clone() };
+                let (first, last) = (nesting.first().copied()?, nesting.last_mut()?);
+                let is_other = *last != first;
+                *last = first;
+                mesh.nesting = nesting;
+                is_other.then(|| "the mesh".into())
             }
             Damage::MoreMicroBatches => {
                 self.program.micro_batches += 1;

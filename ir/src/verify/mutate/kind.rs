@@ -125,10 +125,12 @@ pub enum Damage {
     WrongTurn,
     /// A part claims other pairs of blocks.
     WrongPairs,
+    /// An axis is nested twice, and another one not at all.
+    WrongNesting,
 }
 
 impl Damage {
-    pub const ALL: [Damage; 85] = [
+    pub const ALL: [Damage; 86] = [
         Damage::DropRun,
         Damage::DropCollective,
         Damage::DropMessage,
@@ -214,6 +216,7 @@ impl Damage {
         Damage::OtherTurn,
         Damage::WrongTurn,
         Damage::WrongPairs,
+        Damage::WrongNesting,
     ];
 
     /// In words: `drop wait`.

@@ -73,6 +73,9 @@ fn whole_program(graph: &Graph, program: &Program, report: &mut Report) {
     if program.mesh.axes.len() > MAX_AXES || ranks.is_none() {
         fault(format!("the mesh must have 1 to {MAX_AXES} axes of positive size and at most 2^32 ranks"));
     }
+    if !program.mesh.is_nested() {
+        fault("the mesh must nest every axis once".into());
+    }
     if program.stages.is_empty() || program.micro_batches == 0 {
         fault("a program has at least one stage and one micro-batch".into());
     }
@@ -280,7 +283,8 @@ impl Checker<'_> {
                 if bucket.elems % mesh.size(from) != 0 {
                     return Err(format!("{} elements do not cut into {} shares", bucket.elems, mesh.size(from)));
                 }
-                expect(bucket.elems * size, crate::dtype::DType::Bf16)?;
+                let full = self.role_dtype(id, Role::Grad);
+                expect(bucket.elems * size, if buffer.dtype == full { full } else { crate::dtype::DType::Bf16 })?;
             }
             Content::Frame | Content::Scratch => {}
         }

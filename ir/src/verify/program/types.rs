@@ -62,8 +62,11 @@ impl Types<'_> {
                     return fault(*src, "gradients on the wire are exchanged on one stage, along their one dim");
                 }
                 match (self.content(*src), self.content(*dst)) {
-                    (Content::Wire { bucket, from: AxisSet::EMPTY }, Content::Wire { bucket: b, from }) if (bucket, axes) == (b, from) => Ok(()),
-                    _ => fault(*dst, "expected this rank's gradients on the wire, and of the same bucket the shares of the members"),
+                    (
+                        Content::Wire { bucket, from: AxisSet::EMPTY } | Content::Flat { bucket, role: Role::Grad, pieces: AxisSet::EMPTY },
+                        Content::Wire { bucket: b, from },
+                    ) if (bucket, axes) == (b, from) && self.buffer(*src).dtype == self.buffer(*dst).dtype => Ok(()),
+                    _ => fault(*dst, "expected this rank's gradients, and of the same bucket and type the shares of the members"),
                 }
             }
             Instr::Collective { pattern: Pattern::Shift, axes, stages, dim, src, dst, .. } => {

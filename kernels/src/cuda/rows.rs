@@ -26,7 +26,7 @@ use super::{Alignment, Arg, Descriptor, Epilogue, Family, PrepareError, Routine,
 /// Threads of a block where a warp has a row.
 const WARPS: u64 = 256;
 /// Elements of a row where ops do not say how long it is.
-const ROW: u64 = 8192;
+const ROW: u64 = 2048;
 /// Registers of a block, and what a thread needs besides a chain's values.
 const REGISTERS: u64 = 65_536;
 const BESIDES: u64 = 32;
@@ -141,8 +141,9 @@ fn most_live(links: &[Link<'_>]) -> u64 {
     };
     let all: Vec<Vec<usize>> = links.iter().map(wide).collect();
     let live = |at: usize| {
-        let (mut before, mut after) = (all[..=at].concat(), all[at..].concat());
-        (before.sort_unstable(), before.dedup(), after.sort_unstable(), after.dedup());
+        let (mut before, after) = (all[..=at].concat(), all[at..].concat());
+        before.sort_unstable();
+        before.dedup();
         before.iter().filter(|v| after.contains(v)).count() as u64
     };
     (0..links.len()).map(live).max().unwrap_or(0)
@@ -287,14 +288,9 @@ fn emit(b: &mut Builder<'_>, links: &[Link<'_>], values: &[(LocalType, Held)]) -
     }
     let mut k =
         Kernel { values, cols, params: Vec::new(), args: Vec::new(), head: String::new(), body: String::new(), there: vec![false; values.len()] };
-    let (mut loaded, mut stored) = (0, 0);
-    for (value, (_, held)) in values.iter().enumerate() {
-        match held {
-            Held::Loaded => (k.param(format!("DP_IN(elem) p{value}"), Arg::In(loaded)), loaded += 1).0,
-            Held::Stored => (k.param(format!("DP_OUT(elem) p{value}"), Arg::Out(stored)), stored += 1).0,
-            Held::Kept => {}
-        }
-    }
+    let which = |held: Held| values.iter().enumerate().filter(move |(_, v)| v.1 == held).map(|(value, _)| value);
+    which(Held::Loaded).enumerate().for_each(|(nth, value)| k.param(format!("DP_IN(elem) p{value}"), Arg::In(nth)));
+    which(Held::Stored).enumerate().for_each(|(nth, value)| k.param(format!("DP_OUT(elem) p{value}"), Arg::Out(nth)));
     let scalars = rate.is_some() || links.iter().any(|l| *l.op == Op::MeanGrad);
     if scalars {
         k.param("DP_IN(double) scalars".into(), Arg::Scalars);
@@ -338,8 +334,10 @@ fn emit(b: &mut Builder<'_>, links: &[Link<'_>], values: &[(LocalType, Held)]) -
     let Kernel { mut params, mut args, head, body, .. } = k;
     params.extend(["i64 rows".into(), "i64 cols".into()]);
     args.extend([int(n / cols.max(1)), int(cols)]);
+    // Left to itself the assembler holds these to fewer registers than they need, and spills.
+    let bounds = if links.len() > 1 || rate.is_some() { "DP_KERNEL_ALONE" } else { "DP_KERNEL" };
     let kernel = format!(
-        "DP_KERNEL(dp_rows)({}) {{\n    DP_SHARED(acc, sums, 0, 32);\n    i64 at = i64(blockIdx.x) * GROUPS + threadIdx.x / T;\n    if (at >= rows) return;\n{head}{body}}}\n",
+        "{bounds}(dp_rows)({}) {{\n    DP_SHARED(acc, sums, 0, 32);\n    i64 at = i64(blockIdx.x) * GROUPS + threadIdx.x / T;\n    if (at >= rows) return;\n{head}{body}}}\n",
         params.join(", ")
     );
     let text = config.text(&[curve, include_str!("text/norm.cuh"), include_str!("text/rows.cuh"), drops[0], drops[1], &kernel]);

@@ -57,6 +57,7 @@ pub fn plan(graph: &Graph, shape: Shape, batch: u64) -> Plan {
         optimizer: Optimizer::AdamW,
         clip: Clip::GlobalNorm,
         wire: Wire::Full,
+        keys: Default::default(),
     }
 }
 

@@ -61,6 +61,7 @@ pub fn plan(graph: &Graph, shape: Shape, batch: u64) -> Plan {
         wire: Wire::Full,
         sync: Sync::Flat,
         nest: Nest::default(),
+        keys: Default::default(),
     }
 }
 

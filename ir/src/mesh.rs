@@ -139,6 +139,10 @@ impl Degrees {
     pub fn ranks(&self) -> u64 {
         self.dp * self.cp * self.tp
     }
+    /// Whether axes are not nested in their usual order, or data parallelism is cut up: the degree of data parallelism then says how others lie.
+    pub fn is_unusual(&self) -> bool {
+        self.nest != Nest::default() || self.ep == 1 && !self.sync.far(self.dp).is_empty()
+    }
 }
 
 impl Mesh {

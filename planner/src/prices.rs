@@ -14,6 +14,7 @@ use dplan_ir::nest::Nest;
 use dplan_ir::plan::{Recompute, Store};
 use dplan_ir::program::Pattern;
 use dplan_ir::sharding::Sharding;
+use dplan_ir::sync::Sync;
 use std::rc::Rc;
 
 /// What the local work of a layer depends on.
@@ -32,16 +33,16 @@ pub struct Shape {
     pub keys: Keys,
     /// On which devices.
     pub site: Site,
-    /// Where degrees are not nested as usual: how, and the degree of data parallelism, which else is nothing to a layer.
-    pub nested: Option<(Nest, u64)>,
+    /// Where degrees are not nested as usual, or data parallelism is cut up: how, and its degree, which else is nothing to a layer.
+    pub nested: Option<(Nest, Sync, u64)>,
 }
 
 impl Shape {
     /// As far as a layer's local work depends on them.
     pub fn degrees(&self) -> Degrees {
         let &Shape { tp, cp, ep, keys, nested, .. } = self;
-        let (nest, dp) = nested.unwrap_or((Nest::default(), ep));
-        Degrees { dp, ep, cp, tp, keys, nest, ..Degrees::ONE }
+        let (nest, sync, dp) = nested.unwrap_or((Nest::default(), Sync::Flat, ep));
+        Degrees { dp, ep, cp, tp, keys, sync, nest }
     }
 }
 

@@ -58,8 +58,8 @@ pub struct Tuple {
 impl Tuple {
     /// On stages at a site.
     pub fn shape(&self, site: Site) -> Shape {
-        let &Tuple { tp, cp, ep, dp, micro_batch, boundary, padding, keys, nest, .. } = self;
-        Shape { tp, cp, ep, micro_batch, boundary, padding, keys, site, nested: (nest != Nest::default()).then_some((nest, dp)) }
+        let &Tuple { tp, cp, ep, dp, micro_batch, boundary, padding, keys, sync, nest, .. } = self;
+        Shape { tp, cp, ep, micro_batch, boundary, padding, keys, site, nested: self.degrees().is_unusual().then_some((nest, sync, dp)) }
     }
     /// Ranks of a stage.
     pub fn degrees(&self) -> Degrees {

@@ -28,7 +28,6 @@ use dplan_ir::data::data_dims;
 use dplan_ir::entity::{DimId, ParamId, ValueId};
 use dplan_ir::graph::Graph;
 use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
-use dplan_ir::nest::Nest;
 use dplan_ir::plan::{Gathered, LayerPlan, Recompute, Residence, States};
 use dplan_ir::rule::Assignment;
 use dplan_ir::sharding::{Padded, Sharding, local_type};
@@ -44,7 +43,7 @@ pub struct Pricing<'a> {
     /// Differentiated, its values typed in the compute type.
     pub graph: &'a Graph,
     pub machine: &'a Machine,
-    /// `ep × cp × tp`: what else data parallelism does is nothing to a micro-batch. Where degrees are not nested as usual, all of them: they say how far tensor-parallel ranks are apart.
+    /// `ep × cp × tp`: what else data parallelism does is nothing to a micro-batch. Where they are not nested as usual or data parallelism is cut up, all degrees: they say how tensor-parallel ranks lie.
     pub mesh: Mesh,
     /// Sequences of a micro-batch on one data-parallel rank.
     pub micro_batch: u64,
@@ -62,13 +61,13 @@ impl<'a> Pricing<'a> {
         paddings.into_iter().map(|padded| Pricing::new(graph, machine, degrees, micro_batch, boundary, padded)).collect()
     }
 
-    /// The pricing under one of the [`padding::candidates`] for these degrees, of which `dp` does not matter unless they are not nested as usual.
+    /// The pricing under one of the [`padding::candidates`] for these degrees, of which `dp` does not matter unless they are unusual.
     pub fn new(graph: &'a Graph, machine: &'a Machine, degrees: Degrees, micro_batch: u64, boundary: Option<u32>, mut padded: Padded) -> Pricing<'a> {
-        let dp = if degrees.nest == Nest::default() { degrees.ep } else { degrees.dp };
+        let (dp, sync) = if degrees.is_unusual() { (degrees.dp, degrees.sync) } else { (degrees.ep, Sync::Flat) };
         if let Some(batch) = graph.batch {
             padded.0[batch] = micro_batch * dp;
         }
-        Pricing { graph, machine, mesh: Mesh::of(Degrees { dp, sync: Sync::Flat, ..degrees }), micro_batch, boundary, padded }
+        Pricing { graph, machine, mesh: Mesh::of(Degrees { dp, sync, ..degrees }), micro_batch, boundary, padded }
     }
 
     /// Padded size of a dim.

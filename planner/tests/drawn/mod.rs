@@ -226,7 +226,9 @@ impl Prices for Drawn {
                 u64::from(shape.boundary.is_some()),
                 u64::from(shape.padding) + 1000 * u64::from(shape.keys == Keys::Ring),
             ];
-            let nested = shape.nested.map(|(nest, dp)| [dp, Nest::all().iter().position(|n| *n == nest).unwrap() as u64]);
+            let nested = shape
+                .nested
+                .map(|(nest, sync, dp)| [dp + 100 * sync.far(dp).iter().sum::<u64>(), Nest::all().iter().position(|n| *n == nest).unwrap() as u64]);
             let code = code.iter().chain(nested.iter().flatten());
             let mut dice = Dice(code.fold(seed, |s, c| Dice(s ^ c.wrapping_mul(0x1234_5678_9abc_def1)).next()));
             if dice.one_in(25) {

@@ -323,7 +323,8 @@ pub fn enumerate(problem: &Problem, prices: &mut Drawn) -> Option<u64> {
                 for boundary in boundaries {
                     for padding in 0..prices.paddings(tp) {
                         for order in orders(problem, layers as u64, pp, m) {
-                            let nested = (degrees.nest != Nest::default()).then_some((degrees.nest, degrees.dp));
+                            let cut = Mesh::of(degrees).ids().any(|a| Mesh::of(degrees).axis(a).name.starts_with("far"));
+                            let nested = (degrees.nest != Nest::default() || cut).then_some((degrees.nest, degrees.sync, degrees.dp));
                             let shape = Shape {
                                 tp,
                                 cp: degrees.cp,

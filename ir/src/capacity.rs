@@ -105,13 +105,15 @@ pub fn limit(graph: &Graph, factor: f64) -> Result<Graph, CapacityError> {
 
 /// The layout of rows that a gate chooses, if the value is one.
 pub fn layout_of(graph: &Graph, gate: ValueId) -> Option<Layout> {
-    let node = &graph.nodes[graph.producer(gate)?];
-    match node.op {
-        Op::TopKGate(router) => Some(Layout::TopK { k: router.k, capacity: None }),
-        Op::Capacity { tokens } => match layout_of(graph, *node.inputs.first()?)? {
-            Layout::TopK { k, capacity: _ } => Some(Layout::TopK { k, capacity: Some(tokens) }),
-            Layout::Dense => None,
-        },
+    let chosen_by = |value: ValueId| graph.producer(value).map(|p| &graph.nodes[p]);
+    let node = chosen_by(gate)?;
+    // A graph that is yet to be verified may be a circle, so nothing is followed further than this.
+    let (router, capacity) = match node.op {
+        Op::Capacity { tokens } => (chosen_by(*node.inputs.first()?)?, Some(tokens)),
+        _ => (node, None),
+    };
+    match router.op {
+        Op::TopKGate(router) => Some(Layout::TopK { k: router.k, capacity }),
         _ => None,
     }
 }

@@ -73,6 +73,7 @@ fn cases(dtype: DType) -> Vec<Case> {
         case(Op::CeStatsGrad, &[3, 2, 2, 2, 2], &[3], rows(), dtype),
         case(Op::TopKGate(Router::softmax(2, renormalize)), &[3], &[3], moe(), dtype),
         case(Op::TopKGateGrad(Router::softmax(2, renormalize)), &[3, 3, 3], &[3], moe(), dtype),
+        case(Op::Capacity { tokens: 2 }, &[3], &[3], moe(), dtype),
         case(Op::Combine, &[4, 3], &[3], moe(), dtype),
         case(Op::CombineGradGate, &[3, 4, 3], &[3], moe(), dtype),
         case(Op::ExpertEinsum(spec("bseh", "efh", "bsef")), &[4, 3, 3], &[4], moe(), dtype),

@@ -61,7 +61,7 @@ impl Rng {
     }
 }
 
-pub const OPS: u64 = 44;
+pub const OPS: u64 = 45;
 
 /// The op of one kind, with any attributes.
 pub fn op(kind: u64, rng: &mut Rng) -> Op {
@@ -133,10 +133,10 @@ pub fn op(kind: u64, rng: &mut Rng) -> Op {
         37 => Op::AppendGradHead,
         38 => Op::AppendGradTail,
         39 => Op::CorrectionGrad,
-        43 => Op::Capacity { tokens: rng.number() },
         40 => Op::AddExpertBias,
         41 => Op::ExpertBiasGrad,
         42 => Op::Dropout { rate: rng.real() },
+        43 => Op::Capacity { tokens: rng.number() },
         _ => Op::CombineGradGate,
     }
 }

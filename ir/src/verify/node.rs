@@ -38,7 +38,11 @@ pub fn attributes(graph: &Graph, node: &Node) -> Option<String> {
         }
         Op::Capacity { tokens: 0 } => Some("a capacity of 0 tokens drops everything".into()),
         Op::Capacity { .. } => capacity(graph, node),
-        Op::TopKGate(r) | Op::TopKGateGrad(r) => router(r, size(node.inputs[0], 2)),
+        Op::TopKGate(r) => router(r, size(node.inputs[0], 2)),
+        Op::TopKGateGrad(r) => {
+            let origin = &graph.nodes[node.origin];
+            router(r, size(node.inputs[0], 2)).or_else(|| derived(graph, node, &[(0, origin.inputs.first()), (1, origin.outputs.first())]))
+        }
         Op::Append => {
             let (head, tail, whole) = (size(node.inputs[0], 3), size(node.inputs[1], 2), size(node.outputs[0], 3));
             (head.checked_add(tail) != Some(whole)).then(|| format!("{head} and {tail} elements do not make {whole}"))
@@ -50,6 +54,9 @@ pub fn attributes(graph: &Graph, node: &Node) -> Option<String> {
         Op::AddPosition => {
             let (positions, rows) = (size(node.inputs[0], 1), size(node.inputs[1], 0));
             (positions > rows).then(|| format!("{positions} positions, but the table has {rows} rows"))
+        }
+        Op::ActGrad(_) if matches!(graph.nodes[node.origin].op, Op::Capacity { .. }) => {
+            derived(graph, node, &[(0, graph.nodes[node.origin].outputs.first())])
         }
         Op::Dropout { rate } => dropout(graph, node, *rate),
         Op::Einsum(_)
@@ -112,6 +119,13 @@ fn router(r: &Router, experts: u64) -> Option<String> {
         return Some(format!("k = {} of {from} experts", r.k));
     }
     (!(r.scale.is_finite() && r.scale > 0.0)).then(|| format!("scale {} should be above 0", r.scale))
+}
+
+/// A derivative takes what the node that it derives from took and gave.
+fn derived(graph: &Graph, node: &Node, right: &[(usize, Option<&ValueId>)]) -> Option<String> {
+    let (at, right) = right.iter().find(|(at, right)| node.inputs.get(*at) != *right)?;
+    let name = right.map_or("nothing", |&v| graph.values[v].name.as_str());
+    Some(format!("its operand {at} should be `{name}`, of the node it derives from"))
 }
 
 /// What is limited is what a router chose, of whole sequences.

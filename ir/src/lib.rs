@@ -11,6 +11,7 @@
 pub mod access;
 pub mod bucket;
 pub mod build;
+pub mod capacity;
 pub mod cost;
 pub mod data;
 pub mod documents;

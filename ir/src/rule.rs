@@ -218,6 +218,12 @@ pub fn rule(op: &Op, in_ranks: &[usize], out_ranks: &[usize]) -> Rule {
         },
         Op::CorrectionGrad => fixed(&["bse"], &["e"], &|l| if l == 'e' { Whole } else { Exact }),
         Op::TopKGateGrad(_) => fixed(&["bse", "bse", "bse"], &["bse"], &|l| if l == 'e' { Whole } else { Exact }),
+        // Who is first of a sequence can only be told of all of it.
+        Op::Capacity { .. } => fixed(&["bse"], &["bse"], &|l| match l {
+            's' => Whole,
+            'b' => Exact,
+            _ => Free,
+        }),
         Op::Dispatch | Op::CombineGradRows => fixed(&["bsh", "bse"], &["bseh"], &tokens_exact),
         Op::Undispatch | Op::Combine => fixed(&["bseh", "bse"], &["bsh"], &tokens_exact),
         Op::ExpertEinsum(spec) => fixed(&[&spec.left, &spec.right, "bse"], &[&spec.out], &tokens_exact),

@@ -107,25 +107,37 @@ impl LocalType {
     pub fn used_elems(&self) -> u64 {
         match self.layout {
             Layout::Dense => self.elems(),
-            Layout::TopK { k } => {
+            Layout::TopK { k, capacity } => {
                 let chosen = self.dims[0] * self.dims[1] * k.min(self.experts) * self.dims[2];
-                chosen.div_ceil(self.experts.max(1)) * self.dims[3..].iter().product::<u64>()
+                let kept = chosen.div_ceil(self.experts.max(1)).min(self.rows_of_one(capacity).saturating_mul(self.dims[2]));
+                kept * self.dims[3..].iter().product::<u64>()
             }
         }
     }
-    /// Elements stored. A top-k value stores `tokens × min(k, experts)` rows, sorted by expert.
+    /// Elements stored. A top-k value stores as many rows as a router can choose, sorted by expert.
     pub fn elems(&self) -> u64 {
         match self.layout {
             Layout::Dense => self.dims.iter().product(),
-            Layout::TopK { k } => self.rows(k) * self.dims[3..].iter().product::<u64>(),
+            Layout::TopK { k, capacity } => rows(&self.dims, k, capacity) * self.dims[3..].iter().product::<u64>(),
         }
     }
     pub fn bytes(&self) -> u64 {
         self.elems() * self.dtype.size()
     }
-    fn rows(&self, k: u64) -> u64 {
-        self.dims[0] * self.dims[1] * k.min(self.dims[2])
+    /// The most rows of one expert in a value in top-k layout.
+    pub fn rows_of_one(&self, capacity: Option<u64>) -> u64 {
+        rows_of_one(&self.dims, capacity)
     }
+}
+
+/// The most rows that a block of these dims, in top-k layout, may have.
+pub fn rows(dims: &[u64], k: u64, capacity: Option<u64>) -> u64 {
+    (dims[0] * dims[1] * k.min(dims[2])).min(rows_of_one(dims, capacity).saturating_mul(dims[2]))
+}
+
+/// A block of a sequence may have all the tokens that an expert takes of it.
+fn rows_of_one(dims: &[u64], capacity: Option<u64>) -> u64 {
+    dims[0] * capacity.map_or(dims[1], |most| most.min(dims[1]))
 }
 
 /// One rank's part of a value of type `ty`.

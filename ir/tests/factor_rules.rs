@@ -18,7 +18,7 @@ use dplan_ir::sharding::{LocalType, Monoid, Padded, Sharding};
 use std::collections::BTreeSet;
 
 /// Variants of [`dplan_ir::op::Op`].
-const OPS: usize = 44;
+const OPS: usize = 45;
 
 /// Of dropout.
 const DRAWS: Draws = Draws { seed: 3, sequence: 2 };
@@ -71,6 +71,7 @@ fn rules_that_claim_more_are_caught() {
         ("TopKGateGrad", Lie::Split('e', Exact)),
         ("RmsNorm", Lie::Split('e', Exact)),
         ("AttentionSink", Lie::Split('t', Exact)),
+        ("Capacity", Lie::Split('s', Exact)),
     ];
     for (op, lie) in lies {
         let mut caught = false;

@@ -76,6 +76,7 @@ fn cases(dtype: DType) -> Vec<Case> {
         case(Op::CeStatsGrad, &[3, 2, 2, 2, 2], &[3], rows(), dtype),
         case(Op::TopKGate(Router::softmax(2, renormalize)), &[3], &[3], moe(), dtype),
         case(Op::TopKGateGrad(Router::softmax(2, renormalize)), &[3, 3, 3], &[3], moe(), dtype),
+        case(Op::Capacity { tokens: 2 }, &[3], &[3], moe(), dtype),
         case(Op::Combine, &[4, 3], &[3], moe(), dtype),
         case(Op::AddExpertBias, &[4, 2, 3], &[4], moe(), dtype),
         case(Op::ExpertBiasGrad, &[4, 3], &[2], moe(), dtype),

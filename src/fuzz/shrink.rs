@@ -107,6 +107,7 @@ fn simpler(case: &Case) -> Vec<Case> {
     offer(&|c| c.model.learned_positions = false);
     offer(&|c| c.model.dropout = 0);
     offer(&|c| c.model.documents = Documents::Joined);
+    offer(&|c| c.model.capacity = 0);
     offer(&|c| c.model.vocab = Model::SMALLEST.vocab);
     offer(&|c| c.optimizer = Optimizer::Sgd);
     offer(&|c| c.clip = Clip::None);

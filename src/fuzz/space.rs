@@ -13,7 +13,7 @@ use dplan_planner::drawn::{Boundary, Case, Dice, Ffn, Sight, Split, Way};
 pub type Dimension = (&'static str, fn(&Case) -> bool);
 
 /// Everything that a case can have. Something that needs several ranks to mean anything is only counted where there are several.
-pub const DIMENSIONS: [Dimension; 75] = [
+pub const DIMENSIONS: [Dimension; 76] = [
     ("gated", |c| c.model.ffn == Ffn::Gated),
     ("plain", |c| c.model.ffn == Ffn::Plain),
     ("experts", |c| c.model.ffn == Ffn::Experts),
@@ -26,6 +26,7 @@ pub const DIMENSIONS: [Dimension; 75] = [
     ("learned positions", |c| c.model.learned_positions),
     ("dropout", |c| c.model.dropout > 0),
     ("documents apart", |c| c.model.documents == Documents::Apart),
+    ("capacity", |c| c.model.capacity > 0),
     ("dp 2", |c| c.dp == 2),
     ("dp 3", |c| c.dp == 3),
     ("dp 4", |c| c.dp == 4),

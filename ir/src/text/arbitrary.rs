@@ -62,7 +62,7 @@ impl Rng {
     }
 }
 
-pub const OPS: u64 = 43;
+pub const OPS: u64 = 45;
 
 /// The op of one kind, with any attributes.
 pub fn op(kind: u64, rng: &mut Rng) -> Op {
@@ -137,6 +137,7 @@ pub fn op(kind: u64, rng: &mut Rng) -> Op {
         40 => Op::AddExpertBias,
         41 => Op::ExpertBiasGrad,
         42 => Op::Dropout { rate: rng.real() },
+        43 => Op::Capacity { tokens: rng.number() },
         _ => Op::CombineGradGate,
     }
 }
@@ -145,7 +146,7 @@ fn ty(dims: usize, rng: &mut Rng) -> Type {
     Type {
         dtype: *rng.pick(&DType::ALL),
         dims: if dims == 0 { Vec::new() } else { rng.vec(4, |r| DimId(r.below(dims as u64) as u32)) },
-        layout: if rng.below(4) == 0 { Layout::TopK { k: rng.number() } } else { Layout::Dense },
+        layout: if rng.below(4) == 0 { Layout::TopK { k: rng.number(), capacity: rng.some(Rng::number) } } else { Layout::Dense },
     }
 }
 

@@ -131,6 +131,10 @@ fn cases() -> Vec<Case> {
     }
     let experts: &[(char, u64, u64, u64)] = &[('b', 0, 3, 3), ('s', 0, 7, 7), ('e', 0, 5, 5), ('h', 0, 11, 11), ('f', 0, 6, 6)];
     let grouped: &[(char, u64, u64, u64)] = &[('b', 0, 3, 3), ('s', 0, 7, 7), ('e', 0, 9, 9)];
+    let even: &[(char, u64, u64, u64)] = &[('b', 0, 3, 3), ('s', 0, 20, 20), ('e', 0, 5, 5)];
+    for tokens in [1, 3, 20] {
+        all.push(case(Op::Capacity { tokens }, &[3], &[3], even));
+    }
     all.push(case(Op::CorrectionGrad, &[3], &[1], experts));
     for renormalize in [Renormalize::Yes, Renormalize::No] {
         for score in [Score::Softmax, Score::Sigmoid] {
@@ -180,7 +184,7 @@ impl Random {
 fn check(case: &Case, dtype: DType, write: Write, tolerance: f64) {
     // Which letter counts positions.
     let sequence = match case.op {
-        Op::Attention(_) | Op::AttentionGrad(_) | Op::AddPosition | Op::AddPositionGrad => Some('s'),
+        Op::Attention(_) | Op::AttentionGrad(_) | Op::AddPosition | Op::AddPositionGrad | Op::Capacity { .. } => Some('s'),
         Op::Rope(_) => Some('b'),
         _ => None,
     };
@@ -208,12 +212,13 @@ fn check_in(case: &Case, order: Order, dtype: DType, write: Write, tolerance: f6
     let local = |labels: &Vec<char>, dtype: DType| LocalType {
         dtype,
         dims: labels.iter().map(|&l| extent(l).len).collect(),
-        layout: if labels.len() > 3 && labels.starts_with(&['b', 's', 'e']) { Layout::TopK { k: TOP_K } } else { Layout::Dense },
+        layout: if labels.len() > 3 && labels.starts_with(&['b', 's', 'e']) { Layout::TopK { k: TOP_K, capacity: None } } else { Layout::Dense },
         experts: if labels.len() > 2 { extent(labels[2]).logical } else { 0 },
     };
     let in_types: Vec<LocalType> = rule.ins.iter().enumerate().map(|(i, l)| local(l, if is_index(op, i) { DType::I32 } else { dtype })).collect();
     let out_types: Vec<LocalType> = rule.outs.iter().map(|(l, _)| local(l, dtype)).collect();
     let gate_at = match op {
+        Op::Capacity { .. } => Some(0),
         Op::TopKGateGrad(_) | Op::ExpertBiasGrad => Some(1),
         Op::Dispatch | Op::Undispatch | Op::Combine | Op::CombineGradRows => Some(1),
         Op::CombineGradGate | Op::ExpertEinsum(_) | Op::AddExpertBias => Some(2),

@@ -215,6 +215,7 @@ pub fn prepare(d: &Descriptor<'_>) -> Result<Routine, PrepareError> {
             moe::router_grad(&mut b, router.k, router.renormalize, extent(0, 2))?;
         }
         Op::TopKGate(_) | Op::TopKGateGrad(_) => return Err(PrepareError::Missing("routers other than a softmax")),
+        Op::Capacity { tokens } => moe::first_tokens(&mut b, *tokens),
         Op::CorrectionGrad => return Err(PrepareError::Missing("a router's correction")),
         Op::Append | Op::AppendGradHead | Op::AppendGradTail => return Err(PrepareError::Missing("keys with a shared part")),
         Op::AddExpertBias => moe::bias(&mut b),

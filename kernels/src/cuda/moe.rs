@@ -3,6 +3,7 @@
 use dplan_ir::extent::Extent;
 use dplan_ir::op::Renormalize;
 
+use super::embed::{is_zigzag, order_args};
 use super::source::{Builder, Size, int};
 use super::{Arg, Family, PrepareError};
 
@@ -47,6 +48,16 @@ fn route(
     args.extend([Arg::Out(0), int(tokens), int(experts.len), int(experts.valid())]);
     b.launch(Family::Router, entry, config.text(&[text]), Size::blocks(tokens.div_ceil(THREADS / 32), THREADS, 0), args);
     Ok(())
+}
+
+/// (gate) → gate, of which each expert keeps the first `most` tokens of each sequence.
+pub fn first_tokens(b: &mut Builder<'_>, most: u64) {
+    let &[sequences, sequence, experts] = &b.d.ins[0].dims[..] else { return };
+    let config = b.config(THREADS).flag("ZIGZAG", is_zigzag(b));
+    let text = config.text(&[include_str!("text/positions.cuh"), include_str!("text/capacity.cuh")]);
+    let numbers = [sequence, experts, most.min(sequence)].map(int);
+    let args = [Arg::In(0), Arg::Out(0)].into_iter().chain(numbers).chain(order_args(b, sequence)).collect();
+    b.launch(Family::Router, "dp_capacity", text, Size::blocks(sequences * experts, THREADS, THREADS / 32 * 4), args);
 }
 
 /// Where rows lie, in working memory.

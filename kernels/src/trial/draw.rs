@@ -203,6 +203,14 @@ fn router(r: &mut Random) -> Case {
     let (k, renormalize) = (1 + r.below(8), if r.below(2) == 0 { Renormalize::Yes } else { Renormalize::No });
     let op = if r.below(2) == 0 { Op::TopKGate(Router::softmax(k, renormalize)) } else { Op::TopKGateGrad(Router::softmax(k, renormalize)) };
     let ins: &[usize] = if matches!(op, Op::TopKGate(_)) { &[3] } else { &[3, 3, 3] };
+    if r.below(3) == 0 {
+        // Longer than a block of threads now and then, in any order.
+        let (order, _, _, s) = zigzag(r);
+        let (order, s) = if r.below(2) == 0 { (order, s) } else { (Order::Straight, r.size(700)) };
+        let letters = vec![letter('b', r.size(3)), letter('s', s), letter('e', r.size(9))];
+        let op = Op::Capacity { tokens: 1 + r.below(s) };
+        return Case { top_k: k, order, ..case(r, op, &[3], &[3], letters) };
+    }
     Case { top_k: k, ..case(r, op, ins, &[3], letters) }
 }
 

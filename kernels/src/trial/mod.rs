@@ -264,7 +264,7 @@ pub fn make(case: &Case, random: &mut Random) -> Prepared {
     let local = |labels: &Vec<char>, dtype: DType| LocalType {
         dtype,
         dims: labels.iter().map(|&l| extent(l).len).collect(),
-        layout: if labels.len() > 3 && labels.starts_with(&['b', 's', 'e']) { Layout::TopK { k: case.top_k } } else { Layout::Dense },
+        layout: if labels.len() > 3 && labels.starts_with(&['b', 's', 'e']) { Layout::TopK { k: case.top_k, capacity: None } } else { Layout::Dense },
         experts: letters.iter().find(|l| l.0 == 'e').map_or(0, |l| l.3),
     };
     let in_types: Vec<LocalType> = rule.ins.iter().enumerate().map(|(i, l)| local(l, operand(op, i, *dtype))).collect();
@@ -273,6 +273,7 @@ pub fn make(case: &Case, random: &mut Random) -> Prepared {
         out_types[0].dtype = out;
     }
     let gate_at = match op {
+        Op::Capacity { .. } => Some(0),
         Op::TopKGateGrad(_) | Op::Dispatch | Op::Undispatch | Op::Combine | Op::CombineGradRows | Op::ExpertBiasGrad => Some(1),
         Op::CombineGradGate | Op::ExpertEinsum(_) | Op::AddExpertBias => Some(2),
         _ => None,

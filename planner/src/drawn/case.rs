@@ -219,7 +219,7 @@ impl Case {
     }
 
     /// Makes choices agree that are none of their own: homes of a tied table have one ZeRO stage and way of offloading, a backward pass in halves keeps parameters, gradients and activations, a loss
-    /// that is scaled takes the factor that clips, and one rank alone is no ring.
+    /// that is scaled takes the factor that clips, only experts have a capacity, and one rank alone is no ring.
     pub fn settle(&mut self) {
         self.ways.resize(self.model.layers() as usize, Way::PLAIN);
         let most = if self.pipeline().parts_backward() { 1 } else { 3 };
@@ -233,6 +233,9 @@ impl Case {
         }
         if let ([first, .., last], true) = (self.ways.as_mut_slice(), self.model.tied) {
             (last.zero, last.offload) = (first.zero, first.offload);
+        }
+        if !self.model.ffn.is_routed() {
+            self.model.capacity = 0;
         }
         if self.compute == DType::F16 {
             self.clip = Clip::GlobalNorm;
@@ -255,6 +258,7 @@ impl Case {
             () if degrees.iter().chain(&sizes).any(|&n| n == 0 || n > MOST) => Some("degrees and sizes from 1 to 4096"),
             () if !(1..=MOST).contains(&u64::from(self.model.blocks)) => Some("1 to 4096 blocks"),
             () if self.model.dropout >= 100 => Some("dropout of less than 100 percent"),
+            () if self.model.capacity > MOST => Some("a capacity of at most 4096 percent"),
             () if !cuts_rise => Some("cuts that rise, each the first layer of a virtual stage"),
             () if !(self.cuts.len() as u64 + 1).is_multiple_of(self.virtual_stages) => Some("cuts for a multiple of the virtual stages"),
             () if self.ep > 1 && !(self.model.ffn.is_routed() && EXPERTS.is_multiple_of(self.ep)) => Some("experts that ep divides"),
@@ -270,7 +274,7 @@ impl Case {
             }
             () if !matches!(self.compute, DType::F64 | DType::Bf16 | DType::F16) => Some("f64, bf16 or f16"),
             () if settled != *self => Some(
-                "one way for each layer, ZeRO 0 or 1 in halves of backward passes, one ZeRO stage and way of offloading for a tied table, clipping with f16, and a ring with context parallelism",
+                "experts where there is a capacity, one way for each layer, ZeRO 0 or 1 in halves of backward passes, one ZeRO stage and way of offloading for a tied table, clipping with f16, and a ring with context parallelism",
             ),
             () => self.pipeline().refusal(),
         }

@@ -31,7 +31,7 @@ type Key = (&'static str, fn(&Case) -> String, fn(&mut Case, &str) -> Option<()>
 const NUMBER: &str = "a number";
 
 /// All choices; what others depend on comes first.
-const KEYS: [Key; 35] = [
+const KEYS: [Key; 36] = [
     ("blocks", |c| c.model.blocks.to_string(), |c, t| number(&mut c.model.blocks, t), NUMBER),
     ("ffn", |c| c.model.ffn.name().into(), |c, t| name(&mut c.model.ffn, Ffn::from_name(t)), "gated, plain, experts or biased"),
     ("sight", |c| c.model.sight.name().into(), |c, t| name(&mut c.model.sight, Sight::from_name(t)), "causal, window or sinks"),
@@ -43,6 +43,7 @@ const KEYS: [Key; 35] = [
     ("positions", |c| switch_name(c.model.learned_positions), |c, t| name(&mut c.model.learned_positions, switch(t)), "on or off"),
     ("dropout", |c| c.model.dropout.to_string(), |c, t| number(&mut c.model.dropout, t), "a number of percent"),
     ("documents", |c| c.model.documents.name().into(), |c, t| name(&mut c.model.documents, Documents::from_name(t)), "joined or apart"),
+    ("capacity", |c| c.model.capacity.to_string(), |c, t| number(&mut c.model.capacity, t), "a number of percent"),
     ("dp", |c| c.dp.to_string(), |c, t| number(&mut c.dp, t), NUMBER),
     ("ep", |c| c.ep.to_string(), |c, t| number(&mut c.ep, t), NUMBER),
     ("cp", |c| c.cp.to_string(), |c, t| number(&mut c.cp, t), NUMBER),

@@ -5,13 +5,14 @@
 
 use crate::cluster;
 use dplan_ir::dtype::DType;
+use dplan_ir::entity::BufferId;
 use dplan_ir::grad;
 use dplan_ir::graph::Graph;
-use dplan_ir::mesh::{AxisSet, Degrees, Keys, Mesh};
+use dplan_ir::mesh::{AxisSet, Degrees, Keys, MAX_AXES, Mesh};
 use dplan_ir::nest::Nest;
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::plan::{Away, Clip, Gathered, LayerPlan, Placement, Plan, Recompute, Schedule, StagePlan, Wire, Zero};
-use dplan_ir::program::{Instr, Program};
+use dplan_ir::program::{Content, Instr, Pattern, Program, StageProgram};
 use dplan_ir::rule::Assignment;
 use dplan_ir::sync::Sync;
 use dplan_ir::text;
@@ -211,7 +212,7 @@ impl PlanFile {
         let degrees = [("dp", choices.dp), ("ep", choices.ep), ("cp", choices.cp), ("tp", choices.tp)];
         for (at, n) in degrees.into_iter().chain([("micro_batch", choices.micro_batch), ("micro_batches", choices.micro_batches)]) {
             if n == 0 || n > 1 << 32 {
-                return Err(wrong(&format!("choices.{at}"), format!("{n}: expected at least 1")));
+                return Err(wrong(&format!("choices.{at}"), format!("{n}: expected 1 to {}", 1u64 << 32)));
             }
         }
         let keys = match &choices.keys {
@@ -226,7 +227,11 @@ impl PlanFile {
         {
             return Err(wrong("sync", format!("{far} parts of {} data-parallel ranks: expected a divisor", choices.dp)));
         }
-        let mesh = Mesh::of(Degrees { dp: choices.dp, ep: choices.ep, cp: choices.cp, tp: choices.tp, keys, sync, nest });
+        let degrees = Degrees { dp: choices.dp, ep: choices.ep, cp: choices.cp, tp: choices.tp, keys, sync, nest };
+        if degrees.most_axes() > MAX_AXES {
+            return Err(wrong("choices", format!("dp, cp and tp have too many factors: a mesh has at most {MAX_AXES} axes")));
+        }
+        let mesh = Mesh::of(degrees);
         let schedule =
             Schedule::from_name(&choices.schedule).ok_or_else(|| wrong("choices.schedule", format!("`{}` is not a schedule", choices.schedule)))?;
         let mut options = Vec::new();
@@ -350,9 +355,17 @@ fn check_program(plan: &Plan, program: &Program) -> Result<(), String> {
         return Err(format!("an update is {} a clip factor, the plan's `clip` is {}", if wanted { "without" } else { "with" }, clip_name(plan.clip)));
     }
     let rounds = instrs().any(|instr| matches!(instr, Instr::Cast { .. }));
-    let wanted = plan.wire.dtype().is_some() && plan.dp > 1;
+    let several = plan.dp * plan.cp > 1;
+    let wanted = plan.wire.dtype().is_some() && several;
     if rounds != wanted {
         return Err(format!("gradients are {}rounded for exchanges, the plan's `wire` is {}", if rounds { "" } else { "not " }, plan.wire.name()));
+    }
+    let is_flat = |stage: &StageProgram, id: BufferId| matches!(stage.buffers[id].content, Content::Flat { .. });
+    let serves =
+        |stage: &StageProgram, instr: &Instr| matches!(*instr, Instr::Collective { pattern: Pattern::AllToAll, src, .. } if is_flat(stage, src));
+    let body = |stage: &StageProgram| stage.segments.values().flat_map(|s| &s.body).any(|issue| serves(stage, &issue.instr));
+    if program.stages.iter().any(body) != (plan.sync == Sync::Server && several && plan.wire.dtype().is_none()) {
+        return Err(format!("gradients do not get to their sum as the plan's `sync` says: {}", plan.sync.name()));
     }
     Ok(())
 }

@@ -139,6 +139,10 @@ impl Degrees {
     pub fn ranks(&self) -> u64 {
         self.dp * self.cp * self.tp
     }
+    /// Axes that a mesh of them has at most; more than [`MAX_AXES`] are none.
+    pub fn most_axes(&self) -> usize {
+        3 + prime_factors(self.tp).len() + self.sync.far(self.dp).len()
+    }
     /// Whether axes are not nested in their usual order, or data parallelism is cut up: the degree of data parallelism then says how others lie.
     pub fn is_unusual(&self) -> bool {
         self.nest != Nest::default() || self.ep == 1 && !self.sync.far(self.dp).is_empty()
@@ -260,12 +264,11 @@ impl Mesh {
         let ranks = self.size(axes);
         let mut at = (self.position(local_rank, axes) + ranks - places % ranks) % ranks;
         // The last axis is the least digit of the position.
-        let minor = |axis: AxisId| self.axes[axis.0 as usize + 1..].iter().map(|a| a.size).product::<u64>();
         axes.iter().collect::<Vec<_>>().into_iter().rev().fold(local_rank, |rank, axis| {
-            let (size, coordinate) = (self.axis(axis).size, self.coordinate(rank, axis));
+            let (size, stride, coordinate) = (self.axis(axis).size, self.stride(axis), self.coordinate(rank, axis));
             let digit = at % size;
             at /= size;
-            rank - coordinate * minor(axis) + digit * minor(axis)
+            rank - coordinate * stride + digit * stride
         })
     }
     /// The local ranks that share `local_rank`'s coordinates outside `axes`, ordered by position along `axes`.
@@ -297,6 +300,22 @@ pub(crate) fn prime_factors(mut n: u64) -> Vec<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_rank_before_is_the_one_before_in_its_group_however_axes_are_nested() {
+        for nest in Nest::all() {
+            for sync in [Sync::Flat, Sync::Hierarchical { far: 2 }, Sync::Tree] {
+                let mesh = Mesh::of(Degrees { dp: 4, cp: 6, tp: 2, keys: Keys::Ring, sync, nest, ..Degrees::ONE });
+                for (rank, axes) in (0..mesh.ranks()).flat_map(|rank| [mesh.cp(), mesh.data(), mesh.all()].map(|axes| (rank, axes))) {
+                    let (group, at) = (mesh.group(rank, axes), mesh.position(rank, axes) as usize);
+                    for places in 0..group.len() + 2 {
+                        let there = group[(at + 2 * group.len() - places) % group.len()];
+                        assert_eq!(mesh.before(rank, axes, places as u64), there, "{nest}, {sync:?}: {rank} along {axes:?}, {places} places");
+                    }
+                }
+            }
+        }
+    }
 
     #[test]
     fn every_rank_has_coordinates_of_its_own_however_axes_are_nested() {

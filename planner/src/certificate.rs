@@ -204,7 +204,8 @@ fn space(problem: &Problem, prices: &mut dyn Prices) -> BTreeSet<Tuple> {
                                     nest,
                                 };
                                 let each = experts.iter().flat_map(|&ep| ways.iter().map(move |&keys| (ep, keys)));
-                                let each = each.flat_map(|(ep, keys)| laid(prices, pins, [dp, ep, cp, tp]).into_iter().map(move |(s, n)| (ep, keys, s, n)));
+                                let each =
+                                    each.flat_map(|(ep, keys)| laid(prices, pins, [dp, ep, cp, tp]).into_iter().map(move |(s, n)| (ep, keys, s, n)));
                                 all.extend(each.map(tuple));
                             }
                         }

@@ -146,21 +146,30 @@ pub struct Pins {
 impl Pins {
     /// What must be pinned for another plan to compute what this one does, and to have a choice of it that planners do not make unasked.
     pub fn that_keep(plan: &Plan) -> Pins {
-        let sync = if plan.sync == Sync::Flat { Allowed::ANY } else { Allowed::only(vec![Asked::This(plan.sync)]) };
-        let nest = if plan.nest == Nest::default() { Allowed::ANY } else { Allowed::only(vec![plan.nest]) };
-        Pins { wire: plan.wire.dtype().map(|_| plan.wire), sync, nest, ..Pins::default() }
+        fn kept<T: PartialEq>(this: T, usual: T) -> Allowed<T> {
+            if this == usual { Allowed::ANY } else { Allowed::only(vec![this, usual]) }
+        }
+        Pins {
+            wire: plan.wire.dtype().map(|_| plan.wire),
+            keys: kept(plan.keys, Keys::Gathered),
+            sync: kept(Asked::This(plan.sync), Asked::This(Sync::Flat)),
+            nest: kept(plan.nest, Nest::default()),
+            ..Pins::default()
+        }
     }
 
     /// These, and what they say nothing about as other pins say.
     pub fn or_kept(self, kept: &Pins) -> Pins {
-        let sync = if self.sync.is_pinned() { self.sync.clone() } else { kept.sync.clone() };
-        let nest = if self.nest.is_pinned() { self.nest.clone() } else { kept.nest.clone() };
-        Pins { wire: self.wire.or(kept.wire), sync, nest, ..self }
+        fn or<T: Clone + PartialEq>(this: &Allowed<T>, kept: &Allowed<T>) -> Allowed<T> {
+            if this.is_pinned() { this.clone() } else { kept.clone() }
+        }
+        let (keys, sync, nest) = (or(&self.keys, &kept.keys), or(&self.sync, &kept.sync), or(&self.nest, &kept.nest));
+        Pins { wire: self.wire.or(kept.wire), keys, sync, nest, ..self }
     }
 
     /// Whether nothing is pinned that a planner would choose.
     pub fn leave_all_choices(&self) -> bool {
-        Pins { wire: None, ..self.clone() } == Pins::default()
+        Pins { wire: None, keys: Allowed::ANY, sync: Allowed::ANY, nest: Allowed::ANY, ..self.clone() } == Pins::default()
     }
 
     /// Reads `key=value,…`; nothing pins nothing.

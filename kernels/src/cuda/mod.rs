@@ -226,6 +226,8 @@ pub fn prepare(d: &Descriptor<'_>) -> Result<Routine, PrepareError> {
         Op::Combine => moe::tokens(&mut b, moe::Gated::Yes),
         Op::CombineGradGate => moe::dot(&mut b),
         Op::Attention(a) => attention::forward(&mut b, a, attention::Begins::Empty)?,
+        // Of the turns of a ring, the first counts the sink.
+        Op::AttentionSink(a) if d.context.turn > 0 => attention::forward(&mut b, a, attention::Begins::Empty)?,
         Op::AttentionSink(a) => attention::forward(&mut b, a, attention::Begins::Sink)?,
         Op::SinkGrad => attention::sink_grad(&mut b),
         Op::AttentionGrad(a) => attention::backward(&mut b, a)?,

@@ -197,7 +197,7 @@ impl Arena {
         Some(*end - bytes)
     }
 
-    fn buffer(&mut self, content: Content, dtype: DType, bytes: u64, offset: u64) -> BufferId {
+    pub(super) fn buffer(&mut self, content: Content, dtype: DType, bytes: u64, offset: u64) -> BufferId {
         self.program.buffers.push(Buffer { content, dtype, bytes, offset, slots: 1, slot_stride: 0, piece_axes: AxisSet::EMPTY })
     }
 
@@ -325,7 +325,7 @@ impl Arena {
     }
 
     /// This rank's piece of the whole flat buffer at `offset`.
-    fn piece_in_place(&mut self, stage: Stage<'_>, bucket: BucketId, role: Role, data: AxisSet, offset: u64) -> BufferId {
+    pub(super) fn piece_in_place(&mut self, stage: Stage<'_>, bucket: BucketId, role: Role, data: AxisSet, offset: u64) -> BufferId {
         let piece = self.flat(stage, bucket, role, data, offset);
         self.program.buffers[piece].piece_axes = data;
         piece
@@ -460,27 +460,6 @@ impl Arena {
             end = end.max(offset);
         }
         end
-    }
-
-    /// Where a layer's gradients are rounded, and exchanged piece by piece, from `offset` on in its turn of the ring.
-    fn wires(&mut self, stage: Stage<'_>, position: usize, mut offset: u64) -> u64 {
-        for home in self.layers[position].homes.clone() {
-            let Home { bucket, data, .. } = self.homes[home];
-            let elems = self.program.buckets[bucket].elems;
-            let ways = stage.mesh().size(data);
-            let Some(memory::OnWire { dtype, bytes, is_rounded }) = memory::on_wire(elems, ways, stage.types()) else { continue };
-            let mut wire = |arena: &mut Arena, from: AxisSet| {
-                offset += align(bytes);
-                arena.buffer(Content::Wire { bucket, from }, dtype, bytes, offset - align(bytes))
-            };
-            let own = is_rounded.then(|| wire(self, AxisSet::EMPTY));
-            let shares = wire(self, data);
-            let turned = self.layers[position].turned.iter().find(|t| t.home == home).map(|t| t.part);
-            let Part { whole, own: piece } = turned.unwrap_or(Part { whole: self.homes[home].roles[&Role::Grad], own: self.homes[home].own_grad });
-            let sum = if piece == whole { self.piece_in_place(stage, bucket, Role::Grad, data, self.program.buffers[whole].offset) } else { piece };
-            self.layers[position].wires.insert(home, OnWire { own, shares, sum });
-        }
-        offset
     }
 
     /// Turns alternate from one layer to the next that uses the ring in a pass; the backward pass goes on where the forward pass ended.

@@ -20,6 +20,7 @@ mod ring;
 mod shard;
 mod stage;
 mod sync;
+mod wires;
 
 pub use error::LowerError;
 pub(crate) use fragment::makes;

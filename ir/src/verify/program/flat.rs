@@ -262,7 +262,9 @@ impl Walk<'_> {
             let (own, rest) = self.cells[at].seen(from);
             let result = match pattern {
                 _ if own != rest => Err((Class::Content, "its pieces differ, or are cut otherwise".into())),
-                Pattern::AllGather | Pattern::AllToAll | Pattern::Shift => self.part_of(src, own).and_then(|()| self.is_summed(own, axes)).map(|()| own),
+                Pattern::AllGather | Pattern::AllToAll | Pattern::Shift => {
+                    self.part_of(src, own).and_then(|()| self.is_summed(own, axes)).map(|()| own)
+                }
                 Pattern::AllReduce | Pattern::ReduceScatter => self.reduced_fact(src, own, axes, across),
             };
             let fact = result.unwrap_or_else(|why| {
@@ -371,9 +373,9 @@ impl Walk<'_> {
             Content::Scalar(scalar) => match self.scalar(src) {
                 Fact::Scalar { scalar: held, sum, .. } if held == scalar => {
                     let sum = self.sums.get(sum);
-                    Ok(Share { axes: sum.pending.axes, rounded: sum.rounded, norm: Some(sum.norm().0) })
+                    Ok(Share { axes: sum.pending.axes, rounded: sum.rounded, norm: (scalar == Scalar::NormSquared).then(|| sum.norm().0) })
                 }
-                _ => Ok(Share { axes: self.everyone().axes, rounded: false, norm: Some(Vec::new()) }),
+                _ => Ok(Share { axes: self.everyone().axes, rounded: false, norm: (scalar == Scalar::NormSquared).then(Vec::new) }),
             },
             Content::Flat { .. } | Content::Member { .. } => self.own_part(src),
             Content::Value { .. } | Content::Trust { .. } | Content::Wire { .. } | Content::Frame | Content::Scratch => Ok(Share::default()),

@@ -115,11 +115,11 @@ impl Types<'_> {
             &Instr::AddInto { src, dst } => self.add_into(src, dst),
             &Instr::Cast { src, dst } => match (self.content(src), self.content(dst)) {
                 (Content::Flat { bucket, role: Role::Grad, pieces: AxisSet::EMPTY }, Content::Wire { bucket: b, from: AxisSet::EMPTY })
-                    if bucket == b =>
+                    if bucket == b && self.buffer(dst).dtype == DType::Bf16 =>
                 {
                     Ok(())
                 }
-                _ => fault(dst, "expected all gradients of a bucket, and their place on the wire"),
+                _ => fault(dst, "expected all gradients of a bucket, and their place on the wire, in bf16"),
             },
             &Instr::SumShares { src, dst } => match (self.content(src), self.content(dst)) {
                 (Content::Wire { bucket, from }, Content::Flat { bucket: b, role: Role::Grad, pieces })

@@ -101,24 +101,29 @@ impl LocalType {
         match self.layout {
             Layout::Dense => self.elems(),
             Layout::TopK { k } => {
-                let chosen = self.dims[0] * self.dims[1] * k.min(self.experts) * self.dims[2];
-                chosen.div_ceil(self.experts.max(1)) * self.dims[3..].iter().product::<u64>()
+                let chosen = product(&[self.dims[0], self.dims[1], k.min(self.experts), self.dims[2]]);
+                chosen.div_ceil(self.experts.max(1)).saturating_mul(product(&self.dims[3..]))
             }
         }
     }
     /// Elements stored. A top-k value stores `tokens × min(k, experts)` rows, sorted by expert.
     pub fn elems(&self) -> u64 {
         match self.layout {
-            Layout::Dense => self.dims.iter().product(),
-            Layout::TopK { k } => self.rows(k) * self.dims[3..].iter().product::<u64>(),
+            Layout::Dense => product(&self.dims),
+            Layout::TopK { k } => self.rows(k).saturating_mul(product(&self.dims[3..])),
         }
     }
     pub fn bytes(&self) -> u64 {
-        self.elems() * self.dtype.size()
+        self.elems().saturating_mul(self.dtype.size())
     }
     fn rows(&self, k: u64) -> u64 {
-        self.dims[0] * self.dims[1] * k.min(self.dims[2])
+        product(&[self.dims[0], self.dims[1], k.min(self.dims[2])])
     }
+}
+
+/// What is too much for 64 bits is the largest number there is.
+fn product(sizes: &[u64]) -> u64 {
+    sizes.iter().fold(1, |all, &size| all.saturating_mul(size))
 }
 
 /// One rank's part of a value of type `ty`.

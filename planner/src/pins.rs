@@ -110,6 +110,32 @@ impl Pins {
         Pins { wire: None, ..self.clone() } == Pins::default()
     }
 
+    /// These, and `others` of what these do not pin.
+    pub fn over(self, others: &Pins) -> Pins {
+        fn allowed<T: Clone + PartialEq>(own: Allowed<T>, other: &Allowed<T>) -> Allowed<T> {
+            if own.is_pinned() { own } else { other.clone() }
+        }
+        fn layers<T: Clone + PartialEq>(own: PerLayer<T>, other: &PerLayer<T>) -> PerLayer<T> {
+            if own.is_pinned() { own } else { other.clone() }
+        }
+        let Pins { dp, tp, pp, cp, ep, micro_batch, schedule, virtual_stages, boundary, zero, offload, recompute, wire } = self;
+        Pins {
+            dp: allowed(dp, &others.dp),
+            tp: allowed(tp, &others.tp),
+            pp: allowed(pp, &others.pp),
+            cp: allowed(cp, &others.cp),
+            ep: allowed(ep, &others.ep),
+            micro_batch: allowed(micro_batch, &others.micro_batch),
+            schedule: allowed(schedule, &others.schedule),
+            virtual_stages: allowed(virtual_stages, &others.virtual_stages),
+            boundary: allowed(boundary, &others.boundary),
+            zero: layers(zero, &others.zero),
+            offload: layers(offload, &others.offload),
+            recompute: layers(recompute, &others.recompute),
+            wire: wire.or(others.wire),
+        }
+    }
+
     /// Reads `key=value,…`; nothing pins nothing.
     ///
     /// # Errors

@@ -11,7 +11,7 @@ use dplan_ir::sync::Sync;
 use dplan_planner::pins::Pins;
 use dplan_planner::search::{Closed, How};
 use dplan_planner::space::Tuple;
-use dplan_planner::units::Bytes;
+use dplan_planner::units::{Bytes, Nanos};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use thiserror::Error;
@@ -23,7 +23,10 @@ pub const VERSION: u32 = 1;
 #[derive(Clone, Debug)]
 pub struct Certificate {
     pub batch: u64,
+    /// The space that was searched: [`Certificate::asked`], and ways of offloading where it was widened by them.
     pub pins: Pins,
+    /// The pins of the question.
+    pub asked: Pins,
     /// Of one device, arena and context together; the device's memory if absent.
     pub memory_limit: Option<Bytes>,
     /// Of the plan, nanoseconds.
@@ -51,6 +54,9 @@ struct Json {
     dplan_certificate: u32,
     batch: u64,
     pins: String,
+    /// As `pins` if absent.
+    #[serde(default)]
+    asked: Option<String>,
     memory_limit_bytes: Option<u64>,
     objective_nanoseconds: u64,
     lower_bound_nanoseconds: u64,
@@ -58,9 +64,28 @@ struct Json {
 }
 
 impl Certificate {
-    pub fn new(compiled: &Compiled, batch: u64, memory_limit: Option<Bytes>) -> Certificate {
-        let (objective, lower_bound) = (compiled.objective.0, compiled.statistics.lower_bound);
-        Certificate { batch, pins: compiled.pins.clone(), memory_limit, objective, lower_bound, closed: compiled.closed.clone() }
+    pub fn new(compiled: &Compiled) -> Certificate {
+        let Compiled { file, objective, statistics, closed, pins, asked, memory_limit, .. } = compiled;
+        let (pins, asked, closed) = (pins.clone(), asked.clone(), closed.clone());
+        Certificate {
+            batch: file.plan.batch(),
+            pins,
+            asked,
+            memory_limit: *memory_limit,
+            objective: objective.0,
+            lower_bound: statistics.lower_bound,
+            closed,
+        }
+    }
+
+    /// Where it lies beside a plan and is about one that takes so long: what was asked then.
+    pub fn of_plan(plan: &Path, objective: Nanos) -> Option<Certificate> {
+        Certificate::read(&Certificate::beside(plan)).ok().filter(|c| c.objective == objective.0)
+    }
+
+    /// The space that is spoken of, in words: `without offloading, under the pins tp=4, in 40.00 GiB of each device`.
+    pub fn space(&self) -> String {
+        space(&self.pins, self.memory_limit)
     }
 
     /// Where the certificate of a plan lies: `plan.certificate.json` beside `plan.json`.
@@ -74,6 +99,7 @@ impl Certificate {
             dplan_certificate: VERSION,
             batch: self.batch,
             pins: self.pins.to_string(),
+            asked: Some(self.asked.to_string()),
             memory_limit_bytes: self.memory_limit.map(|b| b.0),
             objective_nanoseconds: self.objective,
             lower_bound_nanoseconds: self.lower_bound,
@@ -120,15 +146,31 @@ impl Certificate {
             let how = how_from(how, *number).ok_or_else(|| wrong(format!("tuples[{at}]"), format!("`{how}` is no way of closing a tuple")))?;
             closed.push(Closed { tuple, how });
         }
+        let pins = |at: &str, text: &str| Pins::parse(text).map_err(|e| wrong(at.into(), e.to_string()));
         Ok(Certificate {
             batch: json.batch,
-            pins: Pins::parse(&json.pins).map_err(|e| wrong("pins".into(), e.to_string()))?,
+            pins: pins("pins", &json.pins)?,
+            asked: pins("asked", json.asked.as_ref().unwrap_or(&json.pins))?,
             memory_limit: json.memory_limit_bytes.map(Bytes),
             objective: json.objective_nanoseconds,
             lower_bound: json.lower_bound_nanoseconds,
             closed,
         })
     }
+}
+
+/// A space of plans, in words; `without offloading` where it has none that offload.
+pub fn space(pins: &Pins, memory_limit: Option<Bytes>) -> String {
+    let mut parts = Vec::new();
+    if !pins.offload.is_pinned() {
+        parts.push("without offloading".to_string());
+    }
+    let pins = pins.to_string();
+    if !pins.is_empty() {
+        parts.push(format!("under the pins {pins}"));
+    }
+    parts.extend(memory_limit.map(|limit| format!("in {limit} of each device")));
+    parts.join(", ")
 }
 
 const EXAMPLE: &str = "pp=4 tp=8 cp=1 ep=1 dp=2 micro=1 of=128 1f1b virtual=1 sp=- pad=0";
@@ -251,10 +293,15 @@ mod tests {
             [How::Floor(1), How::Trend(2), How::Bound(3), How::Nothing(4), How::Best(5), How::Impossible, How::Crowded, How::Twin(1), How::Open(6)];
         let closed: Vec<Closed> = hows.iter().zip(0..).map(|(&how, padding)| Closed { tuple: tuple(padding), how }).collect();
         let pins = Pins::parse("tp=1+2,zero=3").unwrap();
-        let certificate = Certificate { batch: 8, pins, memory_limit: Some(Bytes(7)), objective: 5, lower_bound: 5, closed };
+        let asked = Pins::parse("tp=1+2").unwrap();
+        let certificate = Certificate { batch: 8, pins, asked, memory_limit: Some(Bytes(7)), objective: 5, lower_bound: 5, closed };
+        assert_eq!(certificate.space(), "without offloading, under the pins tp=1+2,zero=3, in 7 B of each device");
         let text = certificate.to_json();
         let back = Certificate::parse("c.json", text.as_bytes()).unwrap();
-        assert_eq!((&back.closed, &back.pins, &back.to_json()), (&certificate.closed, &certificate.pins, &text));
+        assert_eq!((&back.closed, &back.pins, &back.asked, &back.to_json()), (&certificate.closed, &certificate.pins, &certificate.asked, &text));
+        // Those of before said one thing for both.
+        let before = Certificate::parse("c.json", text.replacen("  \"asked\": \"tp=1+2\",\n", "", 1).as_bytes()).unwrap();
+        assert_eq!((&before.asked, &before.pins), (&certificate.pins, &certificate.pins));
         for (from, to, says) in [
             ("pp=4", "pp=x", "tuples[0]"),
             ("floor", "guess", "no way of closing"),

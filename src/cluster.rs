@@ -6,7 +6,8 @@
 use dplan_planner::machine::curves::{Curve, Op, RANKS};
 use dplan_planner::machine::{self, Cluster, Curves, DeviceSpec, Link, Machine, MachineError, Peak};
 use dplan_planner::units::{Bytes, Millionths, Nanos, PerSecond};
-use serde::de::{Error as _, IgnoredAny};
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{Error as _, IgnoredAny, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 use std::path::Path;
 use std::sync::Arc;
@@ -44,10 +45,16 @@ pub struct GroupsJson {
     pub between: Option<LinkJson>,
 }
 
-/// Which of the two a file is.
+/// Which of the two a file is: of groups, if it says anything of them.
 #[derive(Deserialize)]
+#[serde(expecting = "a cluster: an object with `device`, `per_node` and `nodes`, or with `groups`")]
 struct Peek {
-    groups: Option<IgnoredAny>,
+    #[serde(default, deserialize_with = "is_there")]
+    groups: bool,
+}
+
+fn is_there<'de, D: Deserializer<'de>>(value: D) -> Result<bool, D::Error> {
+    IgnoredAny::deserialize(value).map(|IgnoredAny| true)
 }
 
 impl<'de> Deserialize<'de> for Json {
@@ -65,11 +72,8 @@ impl<'de> Deserialize<'de> for Json {
 impl Json {
     /// As `Deserialize`, with the place of an error.
     fn read(bytes: &[u8]) -> serde_json::Result<Json> {
-        let peek: Peek = serde_json::from_slice(bytes)?;
-        match peek.groups {
-            Some(IgnoredAny) => serde_json::from_slice(bytes).map(Json::Unlike),
-            None => serde_json::from_slice(bytes).map(Json::Equal),
-        }
+        let Peek { groups } = serde_json::from_slice(bytes)?;
+        if groups { serde_json::from_slice(bytes).map(Json::Unlike) } else { serde_json::from_slice(bytes).map(Json::Equal) }
     }
 }
 
@@ -80,6 +84,7 @@ pub struct MachineJson {
     pub device: DeviceJson,
     pub per_node: u64,
     pub nodes: u64,
+    /// Links: those of a built-in device if absent; a device in full needs them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub intra: Option<LinkJson>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -107,11 +112,31 @@ pub struct CurveJson {
 }
 
 /// The name of a built-in device, or a device in full.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize)]
 #[serde(untagged)]
 pub enum DeviceJson {
     Name(String),
     Full(Box<FullDevice>),
+}
+
+/// By what stands there, so that what a device in full lacks is named.
+impl<'de> Deserialize<'de> for DeviceJson {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<DeviceJson, D::Error> {
+        struct OneOrOther;
+        impl<'de> Visitor<'de> for OneOrOther {
+            type Value = DeviceJson;
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("the name of a built-in device, or an object that describes one")
+            }
+            fn visit_str<E>(self, name: &str) -> Result<DeviceJson, E> {
+                Ok(DeviceJson::Name(name.into()))
+            }
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<DeviceJson, A::Error> {
+                FullDevice::deserialize(MapAccessDeserializer::new(map)).map(|device| DeviceJson::Full(Box::new(device)))
+            }
+        }
+        from.deserialize_any(OneOrOther)
+    }
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -267,6 +292,19 @@ fn machine_from(json: MachineJson) -> Result<Machine, ClusterError> {
                 context: Bytes(d.context_bytes),
             };
             machine.host_memory = None;
+            // Those of a built-in device are known; of another, nobody else says.
+            let lacks = |at: &'static str, what: &str| ClusterError::Value {
+                at,
+                what: format!(
+                    "is missing, and a device that is described in full needs it: {what}, such as {{\"latency_nanoseconds\": 10000, \"bandwidth_bytes_per_second\": 50000000000}}"
+                ),
+            };
+            let needed = |link: &Option<LinkJson>, at, what| link.clone().map(link_from).ok_or_else(|| lacks(at, what));
+            machine.intra = needed(&json.intra, "intra", "the links between devices of a node")?;
+            machine.host = needed(&json.host, "host", "the link to the memory of the host")?;
+            machine.nvme = needed(&json.nvme, "nvme", "one device's part of the disks of its node")?;
+            // A node alone has no other to talk to; what leaves it would go through its host.
+            machine.inter = if machine.nodes > 1 { needed(&json.inter, "inter", "the links between nodes")? } else { machine.host };
             machine
         }
     };
@@ -309,13 +347,20 @@ fn curves(json: Vec<CurveJson>) -> Result<Curves, ClusterError> {
 
 /// Far above any machine, far below overflow of the cost arithmetic.
 const MOST: u64 = 1 << 60;
+/// Below any link or device; times of less would be beyond what is counted in nanoseconds.
+const LEAST_RATE: u64 = 1_000_000;
 const MOST_NANOSECONDS: u64 = 1_000_000_000;
+
+fn check_rate(at: &'static str, rate: u64) -> Result<(), ClusterError> {
+    if !(LEAST_RATE..=MOST).contains(&rate) {
+        return Err(ClusterError::Value { at, what: format!("is {rate}, expected from {LEAST_RATE} to {MOST}") });
+    }
+    Ok(())
+}
 
 fn check_link([rate, latency]: [&'static str; 2], link: &Link) -> Result<(), ClusterError> {
     let Link { bandwidth: PerSecond(bandwidth), latency: Nanos(nanos) } = *link;
-    if bandwidth == 0 || bandwidth > MOST {
-        return Err(ClusterError::Value { at: rate, what: format!("is {bandwidth}, expected from 1 to {MOST}") });
-    }
+    check_rate(rate, bandwidth)?;
     if nanos > MOST_NANOSECONDS {
         return Err(ClusterError::Value { at: latency, what: format!("is {nanos}, expected at most {MOST_NANOSECONDS}") });
     }
@@ -330,11 +375,16 @@ fn check(machine: &Machine) -> Result<(), ClusterError> {
         ("device.peak_flops_per_second.bf16", d.peak.bf16.0),
         ("device.peak_flops_per_second.f16", d.peak.f16.0),
         ("device.bandwidth_bytes_per_second", d.bandwidth.0),
+    ];
+    for (at, rate) in rates {
+        check_rate(at, rate)?;
+    }
+    let parts = [
         ("device.matrix_efficiency_millionths", d.matrix_efficiency.0),
         ("device.bandwidth_efficiency_millionths", d.bandwidth_efficiency.0),
         ("device.memory_bytes", d.memory.0),
     ];
-    for (at, value) in rates {
+    for (at, value) in parts {
         if value == 0 || value > MOST {
             return Err(ClusterError::Value { at, what: format!("is {value}, expected from 1 to {MOST}") });
         }

@@ -69,6 +69,9 @@ pub struct Compiled {
     pub closed: Vec<Closed>,
     /// The space that was searched.
     pub pins: Pins,
+    /// The pins and the limit of the question.
+    pub asked: Pins,
+    pub memory_limit: Option<Bytes>,
     /// Textbook systems under the same model, each at its best.
     pub baselines: Vec<Baseline>,
 }
@@ -121,9 +124,11 @@ pub fn compile(forward: &Graph, options: &Options<'_>) -> Result<Compiled, Compi
         }
     });
     let (answer, prediction, graph, program) = planned?;
-    let seq = forward.inputs.first().map_or(1, |&tokens| forward.shape(tokens).into_iter().skip(1).product());
+    let seq = forward.positions();
     let file = PlanFile { graph, cluster: options.cluster.clone(), plan: answer.plan, program, seq };
-    Ok(Compiled { file, objective: answer.objective, prediction, statistics: answer.statistics, closed: answer.closed, pins: answer.pins, baselines })
+    let Answer { objective, statistics, closed, pins, .. } = answer;
+    let (asked, memory_limit) = (options.pins.clone(), options.memory_limit);
+    Ok(Compiled { file, objective, prediction, statistics, closed, pins, asked, memory_limit, baselines })
 }
 
 /// The best plan and its costs, not lowered.

@@ -235,3 +235,114 @@ fn many_layers_are_not_crowded_where_their_inputs_wait_elsewhere() {
         assert_eq!((&said["ok"], &said["certificate"]["proved"]), (&Value::Bool(true), &Value::Bool(true)), "{said}");
     }
 }
+
+/// What is proved is said with its space: pins, limit, and whether offloading is in it.
+#[test]
+fn proofs_say_of_what_they_are() {
+    let dir = scratch("spaces");
+    let (plan, said) = compiled(&dir, "plan.json", &["--cluster", "cpu:4", "--batch", "32", "--pin", "tp=4", "--memory-limit", "64MiB"]);
+    let search = &said["search"];
+    assert!(search["pins"] == "tp=4" && search["offloading"] == false && search["memory_limit_bytes"] == 64 << 20, "{search}");
+    let plan = plan.display().to_string();
+    let space = "(without offloading, under the pins tp=4, in 64.0 MiB of each device)";
+    let told = dplan_ok(&["verify", &plan, "--certificate"]);
+    assert!(told.contains(&format!("no plan is better {space}")), "{told}");
+    let told: Value = serde_json::from_str(&dplan_ok(&["verify", &plan, "--certificate", "--json"])).unwrap();
+    let about = &told["certificate"];
+    assert!(about["pins"] == "tp=4" && about["offloading"] == false && about["memory_limit_bytes"] == 64 << 20, "{about}");
+    let text = dplan_ok(&["compile", &model(), "--cluster", "cpu:4", "--batch", "32", "--pin", "tp=4", "--memory-limit", "64MiB"]);
+    assert!(text.contains(&format!("proved optimal in this space {space} and cost model")) && text.contains(" of 64.00 MiB (states"), "{text}");
+}
+
+/// A plan that offloads without being told to keeps to what hosts have, and its certificate is checked for that.
+#[test]
+fn what_offloads_says_so_and_is_held_to_the_hosts() {
+    let dir = scratch("hosts");
+    let args = ["--cluster", "h100:1", "--batch", "8", "--memory-limit", "1050MiB", "--min-devices"];
+    let (plan, said) = compiled(&dir, "plan.json", &args);
+    assert!(number(&said, "/predicted/memory/0/host_bytes") > 0.0 && said["search"]["offloading"] == true, "{said}");
+    assert!(number(&said, "/what_if/0/host_bytes") > 0.0 && number(&said, "/what_if/0/file_bytes") == 0.0, "{said}");
+    let text = dplan_ok(&[&["compile", &model()][..], &args].concat());
+    assert!(text.contains("a device to hosts, 0 B to files"), "{text}");
+    let shares =
+        |line: &str| line.split(", ").map(|part| part.trim().trim_end_matches(" %").rsplit(' ').next().unwrap().parse::<f64>().unwrap()).sum::<f64>();
+    let parts = text.lines().find(|line| line.contains("exposed communication")).unwrap();
+    assert!(parts.contains("offload") && (shares(parts) - 100.0).abs() < 0.5, "{parts}");
+    let path = plan.display().to_string();
+    dplan_ok(&["verify", &path, "--certificate"]);
+    let held = std::fs::read_to_string(&plan).unwrap();
+    let line = held.lines().find(|line| line.contains("\"host_memory_bytes\"")).unwrap();
+    std::fs::write(&plan, held.replacen(line, "    \"host_memory_bytes\": 1000,", 1)).unwrap();
+    let output = dplan(&["verify", &path, "--certificate"]);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(1) && stderr.contains("bytes of the host for each device, 1000 are there"), "{stderr}");
+}
+
+/// `explain` reads the question from the certificate: its limit, its pins.
+#[test]
+fn explain_remembers_the_question() {
+    let dir = scratch("remembered");
+    let (plan, _) = compiled(&dir, "plan.json", &["--cluster", "cpu:4", "--batch", "32", "--memory-limit", "24MiB", "--pin", "zero=1+3,pp=1,cp=1"]);
+    let plan = plan.display().to_string();
+    let told = |more: &[&str]| -> Value { serde_json::from_str(&dplan_ok(&[&["explain", &plan, "--json"], more].concat())).unwrap() };
+    let remembered = told(&[]);
+    assert_eq!(remembered, told(&["--memory-limit", "24MiB"]));
+    let layers = remembered["layers"].as_array().unwrap();
+    assert!(layers.iter().all(|layer| layer["next"].is_null() || number(layer, "/next/arena_bytes") <= f64::from(24 << 20)), "{remembered}");
+    let changes: Vec<&str> =
+        layers.iter().flat_map(|layer| [&layer["next"]["change"], &layer["denied"]["change"]]).filter_map(Value::as_str).collect();
+    assert!(!changes.is_empty() && !changes.iter().any(|change| change.contains("zero 1 -> 0") || change.contains("-> 2")), "{changes:?}");
+    // Pins that `--why-not` says nothing of are kept.
+    let other = told(&["--why-not", "tp=2"]);
+    let zeros: Vec<f64> = other["pinned"]["layers"].as_array().unwrap().iter().map(|layer| number(layer, "/zero")).collect();
+    assert!(zeros.iter().all(|&zero| zero == 1.0 || zero == 3.0) && number(&other, "/largest_total_bytes/1") <= f64::from(24 << 20), "{other}");
+    let said = dplan_ok(&["explain", &plan, "--why-not", "tp=2"]);
+    assert!(said.contains("the best plan under the pins tp=2,pp=1,cp=1,zero=1+3, in 24.0 MiB of each device:"), "{said}");
+    // Without the certificate nobody knows.
+    std::fs::remove_file(dir.join("plan.certificate.json")).unwrap();
+    assert_ne!(told(&[]), remembered);
+}
+
+/// More devices than a node has are more nodes.
+#[test]
+fn larger_machines_have_more_nodes() {
+    let dir = scratch("nodes");
+    let (_, said) = compiled(&dir, "plan.json", &["--cluster", "h100:8", "--batch", "64", "--what-if", "nodes=2x", "--pin", "tp=1,cp=1,pp=1"]);
+    assert_eq!((number(&said, "/what_if/0/devices"), number(&said, "/what_if/0/nodes")), (16.0, 2.0), "{said}");
+    assert!(said["notes"].as_array().unwrap().iter().all(|note| !note.as_str().unwrap().contains("usual nodes")), "{said}");
+    let (_, said) = compiled(&dir, "island.json", &["--cluster", "h100:16", "--batch", "64", "--pin", "tp=1,cp=1,pp=1"]);
+    assert!(said["notes"].as_array().unwrap().iter().any(|note| note.as_str().unwrap().contains("h100:8x2 has as many")), "{said}");
+}
+
+/// What the text says beside the answer, JSON has too; a V100 is not asked for bf16; a batch that ranks cannot share out is no lack of memory.
+#[test]
+fn notes_and_reasons_are_in_both_reports() {
+    let dir = scratch("notes");
+    let (_, said) = compiled(&dir, "plan.json", &["--cluster", "v100-16g:2", "--pin", "dp=2"]);
+    let notes: Vec<&str> = said["notes"].as_array().unwrap().iter().filter_map(Value::as_str).collect();
+    assert!(
+        notes.iter().any(|note| note.starts_with("batch 16")) && notes.iter().any(|note| note.starts_with("f16 with dynamic loss scaling")),
+        "{notes:?}"
+    );
+    let text = dplan(&["compile", &model(), "--cluster", "v100-16g:2", "--pin", "dp=2"]);
+    let (stdout, stderr) = (String::from_utf8_lossy(&text.stdout), String::from_utf8_lossy(&text.stderr));
+    assert!(stdout.contains(" f16 adamw") && notes.iter().all(|note| stderr.contains(&format!("note: {note}"))), "{stdout}{stderr}");
+    let (_, said) = compiled(&dir, "six.json", &["--cluster", "cpu:4", "--batch", "6"]);
+    let row = |name: &str| said["baselines"].as_array().unwrap().iter().find(|b| b["name"] == name).cloned().unwrap();
+    assert!(row("DDP")["covers"] == false && row("DDP")["fits"] == false && row("Megatron 3-D")["covers"] == true, "{said}");
+    let text = dplan_ok(&["compile", &model(), "--cluster", "cpu:4", "--batch", "6"]);
+    assert!(text.contains("DDP cannot share out the batch"), "{text}");
+}
+
+/// Images have patches where sentences have tokens: these are counted, not their pixels.
+#[test]
+fn patches_are_counted_as_tokens_are() {
+    let dir = scratch("patches");
+    let config = dir.join("config.json");
+    std::fs::write(&config, r#"{"model_type":"vit","image_size":8,"patch_size":4,"hidden_size":24,"intermediate_size":40,"num_hidden_layers":3,"num_attention_heads":6,"num_labels":4}"#).unwrap();
+    let said: Value =
+        serde_json::from_str(&dplan_ok(&["compile", config.to_str().unwrap(), "--cluster", "cpu:2", "--batch", "8", "--json"])).unwrap();
+    let tokens = number(&said, "/predicted/tokens_per_second") * number(&said, "/predicted/step_seconds");
+    assert!((tokens / (8.0 * 5.0) - 1.0).abs() < 1e-9, "{said}");
+    assert!(dplan_ok(&["compile", config.to_str().unwrap(), "--cluster", "cpu:2", "--batch", "8"]).contains("sequence 5)"));
+}

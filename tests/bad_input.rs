@@ -98,13 +98,49 @@ fn clusters_batches_and_pins_that_cannot_be() {
     bench.compile(&["--cluster", "cpu:2", "--seq", "33"], &["33", "32"]);
     bench.compile(&["--cluster", "cpu:2", "--batch", "4", "--pin", "tp=2,tp=1"], &["tp"]);
     bench.compile(&["--cluster", "cpu:2", "--batch", "4", "--pin", "tp=3"], &["tp=3", "2"]);
-    bench.compile(&["--cluster", "cpu:2", "--batch", "4", "--pin", "dp=2,tp=2"], &["4", "2"]);
+    bench.compile(&["--cluster", "cpu:2", "--batch", "4", "--pin", "dp=2,tp=2"], &["2 devices", "dp could be 1", "tp could be 1"]);
     bench.compile(&["--cluster", "cpu:2", "--batch", "4", "--pin", "pp=banana"], &["banana"]);
     bench.compile(&["--cluster", "cpu:2", "--batch", "4", "--pin", "speed=9"], &["speed"]);
     bench.compile(&["--cluster", "cpu:2", "--batch", "4", "--pin", "zero=5"], &["5"]);
     bench.compile(&["--cluster", "cpu:2", "--batch", "5", "--pin", "dp=2"], &["5", "nearest"]);
     bench.compile(&["--cluster", "cpu:2", "--batch", "4", "--pin", "micro=3"], &["micro", "nearest"]);
     bench.compile(&["--cluster", "cpu:2", "--batch", "4", "--precision", "f19"], &["f19", "f32"]);
+    bench.compile(&["--cluster", "cpu:2", "--batch", "4", "--pin", "ep=2"], &["ep could be 1"]);
+    bench.compile(&["--cluster", "cpu:2", "--batch", "4", "--pin", "cp=3"], &["cp could be 1"]);
+    bench.compile(&["--cluster", "cpu:2", "--batch", "4", "--memory-limit", "5GiB"], &["5.00 GiB", "4.00 GiB"]);
+    for number in ["nan", "-3", "inf", "fast"] {
+        bench.compile(&["--cluster", "cpu:2", "--batch", "4", "--time-limit", number], &[number, "seconds, 0 or more"]);
+        bench.compile(&["--cluster", "cpu:2", "--batch", "4", "--tokens", "1M", "--price", number], &[number, "USD, 0 or more"]);
+    }
+    bench.compile(&["--cluster", "cpu:2", "--batch", "4", "--price", "2"], &["--tokens"]);
+}
+
+#[test]
+fn cluster_files_that_are_none() {
+    let bench = Bench::new("bad-cluster-files");
+    let full = |device: &str, rest: &str| format!(r#"{{"device": {{{device}}}, "per_node": 2, "nodes": 2{rest}}}"#);
+    let device = r#""name": "x", "peak_flops_per_second": {"f64": 1000000000, "f32": 1000000000, "bf16": 1000000000, "f16": 1000000000}, "matrix_efficiency_millionths": 700000,
+        "matrix_grain": 64, "bandwidth_bytes_per_second": 1000000000, "bandwidth_efficiency_millionths": 800000, "memory_bytes": 8000000000, "launch_nanoseconds": 100"#;
+    let whole = format!("{device}, \"context_bytes\": 0");
+    let link = |name: &str, rate: u64| format!(r#", "{name}": {{"latency_nanoseconds": 1000, "bandwidth_bytes_per_second": {rate}}}"#);
+    let links: Vec<String> = ["intra", "inter", "host", "nvme"].map(|name| link(name, 1_000_000_000)).into();
+    let without =
+        |left: usize| full(&whole, &links.iter().enumerate().filter(|(at, _)| *at != left).map(|(_, link)| link.as_str()).collect::<String>());
+    for (text, says) in [
+        ("[]".to_string(), "an object with `device`"),
+        (full(device, &links.concat()), "missing field `context_bytes`"),
+        (r#"{"device": 3, "per_node": 8, "nodes": 1}"#.into(), "the name of a built-in device, or an object"),
+        (r#"{"device": "h100", "per_node": 8, "nodes": 1, "groups": null}"#.into(), "expected `groups` or `between`"),
+        (without(0), "`intra`: is missing"),
+        (without(1), "`inter`: is missing"),
+        (without(2), "`host`: is missing"),
+        (without(3), "`nvme`: is missing"),
+        (full(&whole, &[&links[1..], &[link("intra", 300)]].concat().concat()), "`intra.bandwidth_bytes_per_second`: is 300, expected from 1000000"),
+    ] {
+        bench.compile(&["--cluster", &bench.write("cluster.json", &text), "--batch", "4"], &[says]);
+    }
+    let sound = bench.write("cluster.json", &full(&whole, &links.concat()));
+    dplan_ok(&["compile", &bench.path("config.json"), "--cluster", &sound, "--batch", "4", "--seq", "16", "--precision", "f32"]);
 }
 
 #[test]
@@ -193,4 +229,9 @@ fn what_does_not_fit_says_by_how_much_and_what_would() {
         assert!(said.contains(part), "should say `{part}`:\n{said}");
     }
     assert!(!Path::new(&out).exists());
+    // A limit that the context takes alone is an answer at once, not a search.
+    let model = fs::write(dir.join("small.json"), LLAMA).map(|()| dir.join("small.json").display().to_string()).unwrap();
+    let output = dplan(&["compile", &model, "--cluster", "h100:4", "--memory-limit", "1GiB", "--json"]);
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.code() == Some(1) && said.contains("context alone takes 1.00 GiB"), "{said}");
 }

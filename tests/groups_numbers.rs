@@ -3,7 +3,7 @@
 mod common;
 mod groups;
 
-use dplan::compile::{Options, compile};
+use dplan::compile::compile;
 use dplan::import::{ImportOptions, model_from_bytes};
 use dplan::planfile::PlanFile;
 use dplan::runtime::loss_scale::{LossScale, Outcome};
@@ -15,6 +15,7 @@ use dplan_ir::plan::Recompute;
 use dplan_ir::program::Role;
 use dplan_kernels::cuda::flat::{self, Update};
 use dplan_kernels::cuda::{Alignment, Arg, Launch, Routine};
+use dplan_planner::machine::{DeviceSpec, Machine};
 use dplan_planner::units::Bytes;
 use groups::{BATCH, HYPER, LLAMA, MIXTRAL, SEQ, batch, changed, divisor, import, import_as, plan, session, train, with};
 
@@ -74,7 +75,9 @@ fn group_31_more_than_two_to_the_31_elements_are_counted_in_64_bits() {
     let config = r#""vocab_size":200000,"hidden_size":16384,"head_dim":64,"num_attention_heads":1,"num_key_value_heads":1,"num_hidden_layers":1,"intermediate_size":64"#;
     let options = ImportOptions { seq: Some(8), compute: DType::Bf16, family: None };
     let model = model_from_bytes("config.json", with(LLAMA, config).as_bytes(), &options).unwrap().graph;
-    let wide = Options { memory_limit: Some(Bytes(1 << 42)), ..common::options("h100:2x1", BATCH, DType::Bf16, "dp=2,zero=0,micro=4") };
+    let mut wide = common::options("h100:2x1", BATCH, DType::Bf16, "dp=2,zero=0,micro=4");
+    let roomy = |machine: &Machine| Machine { device: DeviceSpec { memory: Bytes(1 << 42), ..machine.device.clone() }, ..machine.clone() };
+    wide.cluster = wide.cluster.map(roomy, |link| link);
     let program = compile(&model, &wide).unwrap_or_else(|e| panic!("{e}")).file.program;
     let stage = &program.stages[0];
     let (id, bucket) = stage.buckets.iter().find(|(_, b)| b.elems > i32::MAX as u64).expect("one of more than 2^31 elements");

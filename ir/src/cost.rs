@@ -13,7 +13,7 @@ pub enum Unit {
     Vector,
 }
 
-/// Cost of one run on one rank.
+/// Cost of one run on one rank; what is too much for 64 bits is the largest number there is.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct OpCost {
     /// Multiplications and additions.
@@ -28,10 +28,10 @@ pub const ATTENTION_ROWS: u64 = 64;
 
 /// Cost of one run of `op` on blocks of the given types.
 pub fn op_cost(op: &Op, ins: &[&LocalType], outs: &[&LocalType]) -> OpCost {
-    let bytes: u64 = ins.iter().chain(outs).map(|t| t.used_elems() * t.dtype.size()).sum();
+    let bytes = ins.iter().chain(outs).map(|t| t.used_elems().saturating_mul(t.dtype.size())).fold(0, u64::saturating_add);
     let vector = |per_element: u64| {
         let elems = ins.iter().chain(outs).map(|t| t.used_elems()).max().unwrap_or(0);
-        OpCost { flops: per_element * elems, bytes, unit: Unit::Vector }
+        OpCost { flops: elems.saturating_mul(per_element), bytes, unit: Unit::Vector }
     };
     match op {
         Op::Einsum(spec) | Op::ExpertEinsum(spec) => {
@@ -48,18 +48,18 @@ pub fn op_cost(op: &Op, ins: &[&LocalType], outs: &[&LocalType]) -> OpCost {
                     .collect();
                 labels.sort_unstable();
                 labels.dedup();
-                labels.into_iter().map(size).product::<u64>()
+                labels.into_iter().map(size).fold(1, u64::saturating_mul)
             };
             let (m, n, k, batch) = (role(true, false, true), role(false, true, true), role(true, true, false), role(true, true, true));
             // Routed products touch k of all experts for each token, so each expert sees that share of the tokens.
             let (m, k) = match routed(ins, outs) {
                 Some((chosen, experts, most)) => {
-                    let share = |tokens: u64| (tokens * chosen.min(experts)).div_ceil(experts.max(1)).min(most);
+                    let share = |tokens: u64| tokens.saturating_mul(chosen.min(experts)).div_ceil(experts.max(1)).min(most);
                     if spec.out.contains('b') { (share(m), k) } else { (m, share(k)) }
                 }
                 None => (m, k),
             };
-            let flops = 2 * m * n * k * batch;
+            let flops = [m, n, k, batch].into_iter().fold(2, u64::saturating_mul);
             OpCost { flops, bytes, unit: Unit::Matrix { m, n, k } }
         }
         Op::Attention(a) | Op::AttentionSink(a) => attention(a.mask, ins, 4, bytes),
@@ -77,9 +77,12 @@ pub fn op_cost(op: &Op, ins: &[&LocalType], outs: &[&LocalType]) -> OpCost {
         Op::Embed => {
             // Only the looked-up rows are read.
             let rows = outs[0].bytes();
-            OpCost { flops: 0, bytes: 2 * rows + ins[1].bytes(), unit: Unit::Vector }
+            OpCost { flops: 0, bytes: rows.saturating_mul(2).saturating_add(ins[1].bytes()), unit: Unit::Vector }
         }
-        Op::EmbedGrad => OpCost { flops: ins[1].elems(), bytes: 2 * ins[1].bytes() + ins[0].bytes() + outs[0].bytes(), unit: Unit::Vector },
+        Op::EmbedGrad => {
+            let bytes = [ins[1].bytes(), ins[1].bytes(), ins[0].bytes(), outs[0].bytes()].into_iter().fold(0, u64::saturating_add);
+            OpCost { flops: ins[1].elems(), bytes, unit: Unit::Vector }
+        }
         Op::CeStats | Op::CeStatsGrad => vector(5),
         Op::SinkGrad => vector(3),
         Op::Append | Op::AppendGradHead | Op::AppendGradTail | Op::CorrectionGrad => vector(1),
@@ -160,15 +163,16 @@ fn routed(ins: &[&LocalType], outs: &[&LocalType]) -> Option<(u64, u64, u64)> {
 fn attention(mask: Mask, ins: &[&LocalType], per_pair: u64, bytes: u64) -> OpCost {
     let (q, k, v) = (ins[0], ins[1], ins[2]);
     let (queries, keys) = (q.dims[1], k.dims[1]);
-    let heads = q.dims[0] * q.dims[2] * q.dims[3];
     let width = (q.dims[4] + v.dims[3]).div_ceil(2);
     // Blocks of the queries are balanced by their order (`crate::order`) where they are even; else the last block sees most.
-    let mut pairs = queries * keys;
+    let mut pairs = queries.saturating_mul(keys);
     if mask.causal {
-        pairs = if queries.is_multiple_of(2) { pairs.div_ceil(2) } else { pairs - queries * (queries.min(keys).saturating_sub(1)) / 2 };
+        let hidden = queries.saturating_mul(queries.min(keys).saturating_sub(1)) / 2;
+        pairs = if queries.is_multiple_of(2) { pairs.div_ceil(2) } else { pairs.saturating_sub(hidden) };
     }
     if let Some(window) = mask.window {
-        pairs = pairs.min(queries * window);
+        pairs = pairs.min(queries.saturating_mul(window));
     }
-    OpCost { flops: per_pair * heads * pairs * width, bytes, unit: Unit::Matrix { m: queries, n: keys, k: width } }
+    let flops = [q.dims[0], q.dims[2], q.dims[3], pairs, width].into_iter().fold(per_pair, u64::saturating_mul);
+    OpCost { flops, bytes, unit: Unit::Matrix { m: queries, n: keys, k: width } }
 }

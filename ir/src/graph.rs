@@ -157,6 +157,14 @@ impl Graph {
         self.dims[dim].size
     }
     /// Logical shape of a value.
+    /// Positions of one sequence: the tokens of the first input; where that has vectors in their place, as patches of an image, the vectors.
+    pub fn positions(&self) -> u64 {
+        let Some(&first) = self.inputs.first() else { return 1 };
+        let Type { dims, dtype, .. } = &self.values[first].ty;
+        let of_sequence: Vec<u64> = dims.iter().filter(|&&d| Some(d) != self.batch).map(|&d| self.size(d)).collect();
+        let vector = usize::from(*dtype != DType::I32).min(of_sequence.len());
+        of_sequence[..of_sequence.len() - vector].iter().product()
+    }
     pub fn shape(&self, value: ValueId) -> Vec<u64> {
         self.values[value].ty.dims.iter().map(|&d| self.size(d)).collect()
     }

@@ -108,21 +108,21 @@ impl LocalType {
         match self.layout {
             Layout::Dense => self.elems(),
             Layout::TopK { k, capacity } => {
-                let chosen = self.dims[0] * self.dims[1] * k.min(self.experts) * self.dims[2];
+                let chosen = product(&[self.dims[0], self.dims[1], k.min(self.experts), self.dims[2]]);
                 let kept = chosen.div_ceil(self.experts.max(1)).min(self.rows_of_one(capacity).saturating_mul(self.dims[2]));
-                kept * self.dims[3..].iter().product::<u64>()
+                kept.saturating_mul(product(&self.dims[3..]))
             }
         }
     }
     /// Elements stored. A top-k value stores as many rows as a router can choose, sorted by expert.
     pub fn elems(&self) -> u64 {
         match self.layout {
-            Layout::Dense => self.dims.iter().product(),
-            Layout::TopK { k, capacity } => rows(&self.dims, k, capacity) * self.dims[3..].iter().product::<u64>(),
+            Layout::Dense => product(&self.dims),
+            Layout::TopK { k, capacity } => rows(&self.dims, k, capacity).saturating_mul(product(&self.dims[3..])),
         }
     }
     pub fn bytes(&self) -> u64 {
-        self.elems() * self.dtype.size()
+        self.elems().saturating_mul(self.dtype.size())
     }
     /// The most rows of one expert in a value in top-k layout.
     pub fn rows_of_one(&self, capacity: Option<u64>) -> u64 {
@@ -132,12 +132,17 @@ impl LocalType {
 
 /// The most rows that a block of these dims, in top-k layout, may have.
 pub fn rows(dims: &[u64], k: u64, capacity: Option<u64>) -> u64 {
-    (dims[0] * dims[1] * k.min(dims[2])).min(rows_of_one(dims, capacity).saturating_mul(dims[2]))
+    product(&[dims[0], dims[1], k.min(dims[2])]).min(rows_of_one(dims, capacity).saturating_mul(dims[2]))
 }
 
 /// A block of a sequence may have all the tokens that an expert takes of it.
 fn rows_of_one(dims: &[u64], capacity: Option<u64>) -> u64 {
-    dims[0] * capacity.map_or(dims[1], |most| most.min(dims[1]))
+    dims[0].saturating_mul(capacity.map_or(dims[1], |most| most.min(dims[1])))
+}
+
+/// What is too much for 64 bits is the largest number there is.
+fn product(sizes: &[u64]) -> u64 {
+    sizes.iter().fold(1, |all, &size| all.saturating_mul(size))
 }
 
 /// One rank's part of a value of type `ty`.

@@ -10,7 +10,7 @@ use crate::prices::Prices;
 use crate::problem::Problem;
 use crate::request::plan;
 use crate::search::{Found, NEVER, explore_below};
-use crate::space::divisors;
+use crate::space::{divisors, tuples};
 use crate::units::{Bytes, Nanos};
 use dplan_ir::plan::Plan;
 use dplan_ir::program::Space;
@@ -22,6 +22,8 @@ pub struct Baseline {
     /// Nothing if it does not fit, or cannot cover devices and batch.
     pub step: Option<Nanos>,
     pub fits: bool,
+    /// Whether its degrees can share out devices, layers and batch at all.
+    pub covers: bool,
     /// Trains on stale weights: printed, and does not count.
     pub asynchronous: bool,
 }
@@ -79,9 +81,45 @@ impl Best {
     }
 }
 
+/// What became of a system.
+enum Tried {
+    Found(Best),
+    /// Of memory, or of time.
+    Short,
+    /// No degrees of it share out devices, layers and batch.
+    Uncovered,
+}
+
+impl Tried {
+    fn best(&self) -> Option<&Best> {
+        match self {
+            Tried::Found(best) => Some(best),
+            Tried::Short | Tried::Uncovered => None,
+        }
+    }
+    fn row(&self, step: impl FnOnce(&Best) -> u64) -> Row {
+        Row { step: self.best().map(step), covers: !matches!(self, Tried::Uncovered) }
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Row {
+    step: Option<u64>,
+    covers: bool,
+}
+
+/// Whether devices, layers and batch can be shared out under these pins.
+fn covers(problem: &Problem, prices: &mut dyn Prices, text: &str) -> bool {
+    Pins::parse(text).is_ok_and(|pins| !tuples(prices, problem.devices, problem.batch, &pins).is_empty())
+}
+
 /// All baselines. `late` says that time is up; what was not finished then counts with the best it had.
 pub fn baselines(problem: &Problem, prices: &mut dyn Prices, node: Node, late: &dyn Fn() -> bool) -> Comparison {
-    let mut best = |texts: &[String]| best_of(problem, prices, texts, node, NEVER, late);
+    let mut best = |texts: &[String]| match best_of(problem, prices, texts, node, NEVER, late) {
+        Some(best) => Tried::Found(best),
+        None if texts.iter().any(|text| covers(problem, prices, text)) => Tried::Short,
+        None => Tried::Uncovered,
+    };
     let data = |zero: u8| vec![format!("tp=1,cp=1,ep=1,pp=1,zero={zero}")];
     let stages: Vec<String> = divisors(problem.devices).filter(|&p| p > 1).map(|p| p.to_string()).collect();
     let pipeline = if stages.is_empty() { vec![] } else { vec![format!("tp=1,cp=1,ep=1,zero=0,schedule=gpipe,pp={}", stages.join("+"))] };
@@ -90,21 +128,34 @@ pub fn baselines(problem: &Problem, prices: &mut dyn Prices, node: Node, late: &
 
     let systems = [("DDP", data(0)), ("ZeRO-1", data(1)), ("ZeRO-2", data(2)), ("ZeRO-3", data(3)), ("GPipe", pipeline), ("Megatron 3-D", megatron)];
     // Every worker serves an equal part of the parameters.
-    let served = best(&["tp=1,cp=1,ep=1,pp=1,zero=1,sync=server".into()]).map(|best| best.objective());
+    let served = best(&["tp=1,cp=1,ep=1,pp=1,zero=1,sync=server".into()]).row(Best::objective);
     let found = systems.each_ref().map(|(_, pins)| best(pins));
-    let offloaded = OFFLOADED.map(|system| (system.name, system.ways.iter().find_map(|way| best(&[system.pins(problem.devices, way)]))));
-    let mut rows: Vec<(&str, Option<u64>)> =
-        systems.iter().zip(&found).map(|((name, _), found)| (*name, found.as_ref().map(Best::objective))).collect();
-    rows.splice(4..4, offloaded.iter().map(|(name, found)| (*name, found.as_ref().map(Best::objective))));
-    let plans = found.iter().chain(offloaded.iter().map(|(_, found)| found)).flatten();
+    let offloaded = OFFLOADED.map(|system| {
+        let mut tried = Tried::Short;
+        for way in system.ways {
+            if tried.best().is_none() {
+                tried = best(&[system.pins(problem.devices, way)]);
+            }
+        }
+        (system.name, tried)
+    });
+    let mut rows: Vec<(&str, Row)> = systems.iter().zip(&found).map(|((name, _), found)| (*name, found.row(Best::objective))).collect();
+    rows.splice(4..4, offloaded.iter().map(|(name, found)| (*name, found.row(Best::objective))));
+    let plans = found.iter().chain(offloaded.iter().map(|(_, found)| found)).filter_map(Tried::best);
     let quickest = plans.min_by_key(|best| best.objective());
     let quickest = quickest.map(|best| (plan(&best.problem, &best.found), Nanos(best.objective())));
-    let ddp = found.into_iter().next().flatten();
+    let [ddp, ..] = &found;
     // Fully sharded data parallelism is ZeRO-3 under another name.
     rows.insert(1, ("FSDP", rows[3].1));
     rows.push(("parameter server", served));
-    rows.insert(0, ("DataParallel", ddp.map(|best| best.objective() + blocking(&best, prices))));
-    let row = |(name, step): (&'static str, Option<u64>)| Baseline { name, step: step.map(Nanos), fits: step.is_some(), asynchronous: false };
+    rows.insert(0, ("DataParallel", ddp.row(|best| best.objective() + blocking(best, prices))));
+    let row = |(name, Row { step, covers }): (&'static str, Row)| Baseline {
+        name,
+        step: step.map(Nanos),
+        fits: step.is_some(),
+        covers,
+        asynchronous: false,
+    };
     Comparison { rows: rows.into_iter().map(row).collect(), quickest }
 }
 

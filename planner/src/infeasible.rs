@@ -52,10 +52,10 @@ pub fn fits(problem: &Problem, prices: &mut dyn Prices) -> bool {
     })
 }
 
-/// The fewest devices above `problem.devices` on which a plan fits, in steps of `step`, if there is such a number up to `most`.
-pub fn fewest_devices(problem: &Problem, prices: &mut dyn Prices, step: u64, most: u64, late: &dyn Fn() -> bool) -> Option<u64> {
+/// The fewest devices above `problem.devices` on which a plan fits, of the numbers up to `most` that there are machines of.
+pub fn fewest_devices(problem: &Problem, prices: &mut dyn Prices, there_is: impl Fn(u64) -> bool, most: u64, late: &dyn Fn() -> bool) -> Option<u64> {
     let least = least_states(problem, prices)?.div_ceil(problem.budget.max(1)).max(problem.devices + 1);
-    let counts = (least.div_ceil(step)..=most / step).map(|n| n * step).take(MOST_TRIES);
+    let counts = (least..=most).filter(|&devices| there_is(devices)).take(MOST_TRIES);
     counts.take_while(|_| !late()).find(|&devices| fits(&Problem { devices, ..problem.clone() }, prices))
 }
 

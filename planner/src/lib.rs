@@ -5,6 +5,7 @@ pub mod bound;
 pub mod capacity;
 pub mod certificate;
 pub mod cost;
+mod counting;
 pub mod drawn;
 pub mod executor;
 mod expansion;

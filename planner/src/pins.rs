@@ -158,18 +158,38 @@ impl Pins {
         }
     }
 
-    /// These, and what they say nothing about as other pins say.
-    pub fn or_kept(self, kept: &Pins) -> Pins {
-        fn or<T: Clone + PartialEq>(this: &Allowed<T>, kept: &Allowed<T>) -> Allowed<T> {
-            if this.is_pinned() { this.clone() } else { kept.clone() }
-        }
-        let (keys, sync, nest) = (or(&self.keys, &kept.keys), or(&self.sync, &kept.sync), or(&self.nest, &kept.nest));
-        Pins { wire: self.wire.or(kept.wire), keys, sync, nest, ..self }
-    }
-
     /// Whether nothing is pinned that a planner would choose.
     pub fn leave_all_choices(&self) -> bool {
         Pins { wire: None, keys: Allowed::ANY, sync: Allowed::ANY, nest: Allowed::ANY, ..self.clone() } == Pins::default()
+    }
+
+    /// These, and `others` of what these do not pin.
+    pub fn over(self, others: &Pins) -> Pins {
+        fn allowed<T: Clone + PartialEq>(own: Allowed<T>, other: &Allowed<T>) -> Allowed<T> {
+            if own.is_pinned() { own } else { other.clone() }
+        }
+        fn layers<T: Clone + PartialEq>(own: PerLayer<T>, other: &PerLayer<T>) -> PerLayer<T> {
+            if own.is_pinned() { own } else { other.clone() }
+        }
+        let Pins { dp, tp, pp, cp, ep, micro_batch, schedule, virtual_stages, boundary, zero, offload, recompute, wire, keys, sync, nest } = self;
+        Pins {
+            dp: allowed(dp, &others.dp),
+            tp: allowed(tp, &others.tp),
+            pp: allowed(pp, &others.pp),
+            cp: allowed(cp, &others.cp),
+            ep: allowed(ep, &others.ep),
+            micro_batch: allowed(micro_batch, &others.micro_batch),
+            schedule: allowed(schedule, &others.schedule),
+            virtual_stages: allowed(virtual_stages, &others.virtual_stages),
+            boundary: allowed(boundary, &others.boundary),
+            zero: layers(zero, &others.zero),
+            offload: layers(offload, &others.offload),
+            recompute: layers(recompute, &others.recompute),
+            wire: wire.or(others.wire),
+            keys: allowed(keys, &others.keys),
+            sync: allowed(sync, &others.sync),
+            nest: allowed(nest, &others.nest),
+        }
     }
 
     /// Reads `key=value,…`; nothing pins nothing.

@@ -174,7 +174,7 @@ pub fn predict(graph: &Graph, classes: &[u32], cluster: &Cluster, plan: &Plan) -
 
     let seconds = Nanos(step).seconds().max(1e-12);
     let devices = plan.devices() as f64;
-    let tokens_per_second = (plan.batch() * tokens_per_sequence(graph)) as f64 / seconds;
+    let tokens_per_second = (plan.batch() * graph.positions()) as f64 / seconds;
     let model = model_flops(graph, plan.micro_batch) as f64 * (plan.dp * m) as f64 / seconds / devices;
     let hardware = layers.iter().map(|l| l.flops as f64).sum::<f64>() * m as f64 / seconds / p as f64;
     Ok(Prediction {
@@ -257,12 +257,6 @@ fn boundaries(pricing: &Pricing<'_>) -> Vec<u64> {
         Some(local_type(&pricing.graph.values[value].ty, &sharding, &pricing.padded, &pricing.mesh).bytes())
     };
     pricing.graph.boundaries().into_iter().map(|v| block(v).unwrap_or(0)).collect()
-}
-
-/// Elements of the first input in one sequence.
-fn tokens_per_sequence(graph: &Graph) -> u64 {
-    let Some(&tokens) = graph.inputs.first() else { return 1 };
-    graph.values[tokens].ty.dims.iter().filter(|&&d| Some(d) != graph.batch).map(|&d| graph.size(d)).product()
 }
 
 /// Multiplications and additions of matrix products, forward and backward, of one micro-batch.

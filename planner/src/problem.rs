@@ -49,15 +49,10 @@ pub struct Problem {
     pub kinds: Vec<Kind>,
 }
 
-/// What arena and context may take on a device of a site, under a limit on devices with most memory.
+/// What arena and context may take on a device of a site, under a limit for each device.
 pub fn device_limit(prices: &dyn Prices, site: Site, limit: Option<u64>) -> u64 {
-    let memory = |site| prices.device_memory(site).0;
-    let most = Site::all(prices.groups().count()).map(memory).max().unwrap_or(0);
-    match limit {
-        None => memory(site),
-        Some(limit) if memory(site) == most => limit,
-        Some(limit) => limit.min(memory(site)),
-    }
+    let memory = prices.device_memory(site).0;
+    limit.map_or(memory, |limit| limit.min(memory))
 }
 
 /// The ways of offloading that are searched: none, and those that are pinned.
@@ -66,7 +61,8 @@ fn searched(pins: &Pins) -> Vec<Away> {
 }
 
 impl Problem {
-    /// What gradients are exchanged in is what pins say, and nothing is rounded where they say nothing. `memory_limit` is for arena and context together, and stands in the place of the largest memory; the device's memory if absent.
+    /// What gradients are exchanged in is what pins say, and nothing is rounded where they say nothing. `memory_limit` is
+    /// for arena and context of each device together; the device's memory if absent or less.
     pub fn new(prices: &dyn Prices, devices: u64, batch: u64, types: StateTypes, clip: Clip, pins: Pins, memory_limit: Option<u64>) -> Problem {
         let types = StateTypes { wire: pins.wire.unwrap_or_default(), ..types };
         let mut kinds: Vec<Kind> = Vec::new();

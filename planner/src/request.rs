@@ -1,25 +1,27 @@
 //! The question and its answer: which plan, or why there is none.
 
 use crate::baselines;
+use crate::counting;
 use crate::hosts::{self, Range};
 use crate::infeasible::{self, Shortage};
 use crate::integer::{self, SolverFault};
 use crate::lower::LowerError;
-use crate::machine::Cluster;
+use crate::machine::{Cluster, MOST_DEVICES};
 use crate::memory::StateTypes;
 use crate::menu::Menus;
 use crate::model::Model;
 use crate::pins::{Allowed, PerLayer, PinError, Pins};
+use crate::placement::Site;
 use crate::predict::predict;
 use crate::prices::Prices;
 use crate::problem::{Problem, device_limit};
 use crate::search::{Closed, Found, How, Outcome, Statistics, explore};
-use crate::space::{layouts, nearest_batch, needs_of_pipelines};
+use crate::space::{layouts, nearest_batch, needs_of_layouts, needs_of_pipelines};
 use crate::units::{Bytes, Nanos};
 use dplan_ir::dtype::DType;
 use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::Optimizer;
-use dplan_ir::plan::{Away, Clip, LayerPlan, Plan, StagePlan, Store};
+use dplan_ir::plan::{Away, Clip, LayerPlan, Plan, Schedule, StagePlan, Store};
 
 /// Everything that decides the answer.
 pub struct Request<'a> {
@@ -34,7 +36,7 @@ pub struct Request<'a> {
     pub optimizer: Optimizer,
     pub clip: Clip,
     pub pins: Pins,
-    /// Of one device, arena and context together; the device's memory if absent.
+    /// Of one device, arena and context together, at most what the largest has; the device's memory if absent.
     pub memory_limit: Option<Bytes>,
     /// Says when time is up; the answer then has an honest gap.
     pub deadline: Option<&'a dyn Fn() -> bool>,
@@ -112,8 +114,14 @@ pub enum Refusal {
     Pins(#[from] PinError),
     #[error(transparent)]
     Graph(#[from] LowerError),
-    #[error("no dp · tp · pp makes {devices} devices{}: each stage needs one of {layers} layers", under(pins))]
-    Layout { devices: u64, layers: usize, pins: String },
+    #[error("there is no layout of {devices} devices{}: {why}", under(pins))]
+    Layout { devices: u64, why: String, pins: String },
+    #[error("a memory limit of {limit} is more than there is: a device has {memory}")]
+    Limit { limit: Bytes, memory: Bytes },
+    #[error("a step of {batch} sequences is more than can be counted: {what}")]
+    TooMuch { batch: u64, what: String },
+    #[error("no plan fits: of the {limit} that each device may take, the context alone takes {context}")]
+    Context { limit: Bytes, context: Bytes },
     #[error("a batch of {batch} sequences cannot be covered exactly{}{}", under(pins), nearest.map(|n| format!("; the nearest that can is {n}")).unwrap_or_default())]
     Batch { batch: u64, nearest: Option<u64>, pins: String },
     #[error("no layer choice is possible{}: some layer cannot be split this way, or ZeRO is pinned without data parallelism", under(pins))]
@@ -171,6 +179,20 @@ fn under(pins: &str) -> String {
     if pins.is_empty() { String::new() } else { format!(" under the pins {pins}") }
 }
 
+/// A limit is one of the memory there is, and leaves some of it on every device.
+fn check_room(prices: &dyn Prices, limit: Option<Bytes>) -> Result<(), Refusal> {
+    let groups = || (0..prices.groups().count()).map(Site::of_group);
+    let memory = groups().map(|site| prices.device_memory(site)).max().unwrap_or_default();
+    if let Some(limit) = limit.filter(|&limit| limit > memory) {
+        return Err(Refusal::Limit { limit, memory });
+    }
+    let of = |site| (Bytes(device_limit(prices, site, limit.map(|b| b.0))), prices.context(site));
+    match groups().map(of).find(|(limit, context)| limit <= context) {
+        Some((limit, context)) => Err(Refusal::Context { limit, context }),
+        None => Ok(()),
+    }
+}
+
 /// A request and the prices found for it so far.
 pub struct Planner<'a> {
     pub request: Request<'a>,
@@ -187,10 +209,14 @@ impl<'a> Planner<'a> {
         let types = StateTypes::new(request.compute, request.optimizer);
         let (devices, limit) = (request.cluster.devices(), request.memory_limit.map(|b| b.0));
         let problem = Problem::new(&prices, devices, request.batch, types, request.clip, request.pins.clone(), limit);
-        let (layers, batch, pins) = (problem.layers.len(), problem.batch, problem.pins.to_string());
+        check_room(&prices, request.memory_limit)?;
+        if let Some(what) = counting::too_much(request.graph, request.cluster, request.batch) {
+            return Err(Refusal::TooMuch { batch: request.batch, what });
+        }
+        let (batch, pins) = (problem.batch, problem.pins.to_string());
         let sizes = layouts(&prices, devices, &problem.pins);
         if sizes.is_empty() {
-            return Err(Refusal::Layout { devices, layers, pins });
+            return Err(Refusal::Layout { devices, why: needs_of_layouts(&prices, devices, &problem.pins), pins });
         }
         let covers = |dp: u64| match problem.pins.micro_batch.values() {
             Some(sizes) => sizes.iter().any(|micro| batch % (dp * micro) == 0),
@@ -218,6 +244,7 @@ impl<'a> Planner<'a> {
     pub fn search_by(&mut self, solver: Solver) -> Result<Answer, Refusal> {
         let deadline = self.request.deadline;
         let late = move || deadline.is_some_and(|late| late());
+        let plain = self.plain_first(solver, &late)?;
         let mut outcome = self.explore(solver, &late)?;
         // Memory asks for it: that of the host if there is enough, else files.
         let asks = match &outcome.best {
@@ -232,11 +259,28 @@ impl<'a> Planner<'a> {
             Some(found) => {
                 let (plan, objective) = (self.plan(&found), Nanos(found.solution.objective));
                 let pins = self.problem.pins.clone();
-                Ok(Answer { plan, objective, statistics: outcome.statistics, closed: outcome.closed, pins })
+                Ok(Answer { plan, objective, statistics: outcome.statistics, closed: outcome.closed, pins }.or_quicker(plain))
             }
             None if !outcome.statistics.proved => Err(Refusal::Late),
             None => Err(self.refuse(&late)),
         }
+    }
+
+    /// Where time is limited, and schedules that take long to search are pinned beside those that do not: the best plan of the latter, so that time that runs out over the
+    /// former leaves no worse an answer.
+    fn plain_first(&mut self, solver: Solver, late: &dyn Fn() -> bool) -> Result<Option<(Plan, Nanos)>, SolverFault> {
+        let plain: Vec<Schedule> = self.problem.pins.schedule.values().unwrap_or_default().iter().copied().filter(|s| s.is_plain()).collect();
+        let all = self.problem.pins.schedule.values().map_or(0, <[Schedule]>::len);
+        if self.request.deadline.is_none() || plain.is_empty() || plain.len() == all {
+            return Ok(None);
+        }
+        let pins = Pins { schedule: Allowed::only(plain), ..self.problem.pins.clone() };
+        let whole = self.problem.clone();
+        self.problem = whole.under(&self.prices, pins);
+        let outcome = self.explore(solver, late);
+        let found = outcome.map(|outcome| outcome.best.map(|found| (self.plan(&found), Nanos(found.solution.objective))));
+        self.problem = whole;
+        found
     }
 
     fn explore(&mut self, solver: Solver, late: &dyn Fn() -> bool) -> Result<Outcome, SolverFault> {
@@ -319,7 +363,7 @@ impl<'a> Planner<'a> {
         self.problem = self.problem.under(&self.prices, pins);
     }
 
-    /// The fewest devices on which a plan fits, in whole nodes where there are several. As in a search, memory asks for offloading unless pins forbid it.
+    /// The fewest devices on which a plan fits, in whole nodes where there are several ([`crate::machine::Machine::resized`]). As in a search, memory asks for offloading unless pins forbid it.
     pub fn fewest_devices(&mut self) -> Fewest {
         if !self.problem.pins.offload.is_pinned() {
             self.offload(Reach::Activations, &if self.has_hosts() { Division::Hosts(Vec::new()) } else { Division::Files });
@@ -330,9 +374,9 @@ impl<'a> Planner<'a> {
 
     fn fewest_above(&mut self, devices: u64, late: &dyn Fn() -> bool) -> Fewest {
         let Some(machine) = self.request.cluster.only() else { return Fewest::Unlike };
-        let step = if machine.nodes == 1 { 1 } else { machine.per_node };
         let problem = Problem { devices, ..self.problem.clone() };
-        infeasible::fewest_devices(&problem, &mut self.prices, step, 1 << 20, late).map_or(Fewest::Unknown, Fewest::Are)
+        let there_is = |devices| machine.resized(devices).is_some();
+        infeasible::fewest_devices(&problem, &mut self.prices, there_is, MOST_DEVICES, late).map_or(Fewest::Unknown, Fewest::Are)
     }
 
     /// Why nothing fits.

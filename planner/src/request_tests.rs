@@ -157,7 +157,14 @@ fn refusals_say_what_would_do() {
     for (cluster, batch, pins, limit, says) in [
         ("cpu:4", 6, "dp=4", None, "a batch of 6 sequences cannot be covered exactly under the pins dp=4; the nearest that can is 4"),
         ("cpu:4", 7, "dp=2,micro=2", None, "the nearest that can is 8"),
-        ("cpu:4", 8, "dp=3", None, "no dp · tp · pp makes 4 devices under the pins dp=3"),
+        ("cpu:4", 8, "dp=3", None, "no layout of 4 devices under the pins dp=3: dp could be 1, 2, 4"),
+        ("cpu:4", 8, "tp=3", None, "tp could be 1, 2, 4"),
+        ("cpu:4", 8, "ep=2", None, "under the pins ep=2: ep could be 1"),
+        ("cpu:4", 8, "dp=2,tp=4", None, "dp could be 1, or tp could be 1, 2"),
+        ("cpu:4", 8, "tp=3,dp=3", None, "changing one of them is not enough"),
+        ("cpu:4", 8, "", Some((4 << 30) + 1), "a memory limit of 4.00 GiB is more than there is"),
+        ("h100:2", 8, "", Some(1 << 30), "no plan fits: of the 1.00 GiB that each device may take, the context alone takes 1.00 GiB"),
+        ("cpu:4", 1 << 62, "", None, "more than can be counted"),
         ("cpu:7", 7, "pp=7", None, "each stage needs one of 6 layers"),
         ("cpu:4", 8, "zero@0-9=1", None, "layers 0 to 5"),
         ("cpu:1", 1, "zero=3", None, "ZeRO is pinned without data parallelism"),
@@ -173,6 +180,53 @@ fn refusals_say_what_would_do() {
         let request = Request { memory_limit: Some(Bytes(600_000)), ..request(&graph, &classes, &cluster, 8, "") };
         assert_eq!(Planner::new(request).and_then(|mut p| p.search()).is_ok(), devices == fewest, "{devices} devices: {found}");
     }
+}
+
+/// Steps of any size are counted, or refused by name; a wrap would end a test, and make a larger step the quicker.
+#[test]
+fn no_size_of_a_step_wraps_around() {
+    let graph = llama(SIZES, DType::F32);
+    let classes = dplan_ir::layers::classes(&graph);
+    for (cluster, pins) in [("h100:2x2", "tp=2,pp=1,recompute=none,zero=0"), ("cpu:4", "tp=2,dp=2,recompute=full,zero=1")] {
+        let cluster = Cluster::parse(cluster).unwrap();
+        let (mut last, mut refused) = (0, 0);
+        for shift in (3..63).step_by(3) {
+            match Planner::new(request(&graph, &classes, &cluster, 1 << shift, pins)).and_then(|mut p| p.search()) {
+                Ok(answer) => {
+                    assert!(answer.objective.0 > last && refused == 0, "2^{shift} sequences take {}, fewer {last}", answer.objective);
+                    last = answer.objective.0;
+                }
+                Err(Refusal::TooMuch { .. }) => refused += 1,
+                Err(other) => panic!("2^{shift}: {other}"),
+            }
+        }
+        assert!(last > 1_000_000_000_000 && refused > 0, "{last} {refused}");
+    }
+}
+
+/// Time that runs out over schedules that take long to search leaves no worse an answer than the others have.
+#[test]
+fn plain_schedules_are_there_when_time_runs_out() {
+    let graph = llama(SIZES, DType::F32);
+    let classes = dplan_ir::layers::classes(&graph);
+    let cluster = Cluster::parse("cpu:4").unwrap();
+    let asked = std::cell::Cell::new(0);
+    let search = |pins: &str, most: usize| {
+        asked.set(0);
+        let late = || {
+            asked.set(asked.get() + 1);
+            asked.get() > most
+        };
+        let deadline = Some(&late as &dyn Fn() -> bool);
+        Planner::new(Request { deadline, ..request(&graph, &classes, &cluster, 8, pins) }).and_then(|mut p| p.search()).unwrap()
+    };
+    let alone = search("pp=4,schedule=1f1b", usize::MAX);
+    let needs = asked.get();
+    let all = search("pp=4,schedule=1f1b+interleaved+zb-h1", usize::MAX);
+    assert!(all.statistics.proved && all.objective <= alone.objective);
+    let late = search("pp=4,schedule=1f1b+interleaved+zb-h1", needs + 1);
+    assert!(late.objective <= alone.objective, "{} beside {}", late.objective, alone.objective);
+    assert!(!late.statistics.proved || late.objective == all.objective);
 }
 
 /// Where states elsewhere leave too little room still, activations go too, and no sooner.

@@ -262,6 +262,36 @@ fn ways(cp: u64, pins: &Pins) -> impl Iterator<Item = Keys> + use<> {
     })
 }
 
+/// Most values of a pin that are named.
+const MOST_NAMED: usize = 16;
+
+/// Which pins keep devices from being shared out, and what each could be beside the others.
+pub fn needs_of_layouts(prices: &dyn Prices, devices: u64, pins: &Pins) -> String {
+    let could_be = |(key, relaxed): (&'static str, Pins)| {
+        let value = |&(Degrees { dp, ep, cp, tp, .. }, pp): &(Degrees, u64)| match key {
+            "dp" => Some(dp),
+            "ep" => Some(ep),
+            "cp" => Some(cp),
+            "tp" => Some(tp),
+            "pp" => Some(pp),
+            _ => None,
+        };
+        let mut values: Vec<u64> = layouts(prices, devices, &relaxed).iter().filter_map(value).collect();
+        values.sort_unstable();
+        values.dedup();
+        let more = if values.len() > MOST_NAMED { ", …" } else { "" };
+        let named: Vec<String> = values.iter().take(MOST_NAMED).map(u64::to_string).collect();
+        let why = if key == "pp" { format!(": each stage needs one of {} layers", prices.classes().len()) } else { String::new() };
+        (!values.is_empty()).then(|| format!("{key} could be {}{more}{why}", named.join(", ")))
+    };
+    let single: Vec<String> = pins.relaxations().into_iter().filter_map(could_be).collect();
+    if single.is_empty() {
+        format!("changing one of them is not enough; stages have one of {} layers at least", prices.classes().len())
+    } else {
+        single.join(", or ")
+    }
+}
+
 /// The batch nearest to `batch` that some layout and micro-batch cover exactly (the smaller of two equally near), if there is any layout.
 pub fn nearest_batch(layouts: &[(Degrees, u64)], batch: u64, pins: &Pins) -> Option<u64> {
     let units = layouts.iter().flat_map(|&(Degrees { dp, .. }, _)| match pins.micro_batch.values() {

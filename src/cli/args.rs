@@ -49,6 +49,26 @@ pub fn tokens(text: &str) -> Result<f64, String> {
     if value > 0.0 && value.is_finite() { Ok(value) } else { Err(format!("`{text}`: expected more than 0 tokens")) }
 }
 
+/// A duration in seconds: `10`, `0.5`.
+///
+/// # Errors
+/// Says what was found and what would be right.
+pub fn seconds(text: &str) -> Result<f64, String> {
+    not_negative(text).ok_or_else(|| format!("`{text}`: expected a number of seconds, 0 or more, such as 60"))
+}
+
+/// A price in USD: `2.5`.
+///
+/// # Errors
+/// Says what was found and what would be right.
+pub fn price(text: &str) -> Result<f64, String> {
+    not_negative(text).ok_or_else(|| format!("`{text}`: expected a price in USD, 0 or more, such as 2.5"))
+}
+
+fn not_negative(text: &str) -> Option<f64> {
+    text.parse().ok().filter(|value: &f64| value.is_finite() && *value >= 0.0)
+}
+
 /// A power of two: `65536`.
 ///
 /// # Errors
@@ -101,6 +121,10 @@ mod tests {
         }
         for wrong in ["", "T", "0", "1Q", "-3"] {
             assert!(tokens(wrong).is_err(), "{wrong}");
+        }
+        assert_eq!((seconds("0.5"), price("2")), (Ok(0.5), Ok(2.0)));
+        for wrong in ["nan", "-3", "inf", "-0.1", "", "1s"] {
+            assert!(seconds(wrong).is_err() && price(wrong).is_err(), "{wrong}");
         }
         for wrong in ["0.9", "1.0,0.9", "a,b"] {
             assert!(betas(wrong).is_err(), "{wrong}");

@@ -3,7 +3,7 @@
 use super::model::{self, ModelArgs};
 use super::output::{self, gib, seconds};
 use super::sensitivity::{self, Scenario, Sensitivity};
-use super::{Failure, Outcome, Result, args, dropout, progress, report};
+use super::{Failure, Outcome, Result, args, dropout, notes, progress, report};
 use crate::certfile::Certificate;
 use crate::cluster;
 use crate::compile::{CompileError, Compiled, Options, compile, fewest_devices};
@@ -17,7 +17,7 @@ use dplan_ir::graph::Graph;
 use dplan_ir::op::Op;
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::plan::Clip;
-use dplan_planner::machine::{Cluster, Machine};
+use dplan_planner::machine::Machine;
 use dplan_planner::pins::Pins;
 use dplan_planner::request::{Refusal, Solver};
 use dplan_planner::units::Bytes;
@@ -62,14 +62,14 @@ pub struct Args {
     /// Choices already made: dp tp pp cp keys ep micro virtual zero recompute offload schedule sp wire sync map; values joined by +, zero@0-11=3 for a range of layers.
     #[arg(long, default_value = "", value_name = "k=v,…")]
     pin: String,
-    /// Memory that arena and context may take on one device, such as 40GiB.
+    /// Memory that arena and context may take on one device, such as 40GiB; at most what it has.
     #[arg(long, value_name = "BYTES", value_parser = args::bytes)]
     memory_limit: Option<u64>,
     /// Memory of the host that each device may take for what is offloaded, such as 200GiB; what is more goes to files.
     #[arg(long, value_name = "BYTES", value_parser = args::bytes)]
     host_limit: Option<u64>,
-    /// Stop searching after so long; the plan then says how far from optimal it may be.
-    #[arg(long, value_name = "S")]
+    /// Stop searching after so many seconds; the plan then says how far from optimal it may be.
+    #[arg(long, value_name = "S", allow_negative_numbers = true, value_parser = args::seconds)]
     time_limit: Option<f64>,
     /// What solves the layouts that no bound closes: labels and dynamic programs, or integer programs (slower, other code, the same answer).
     #[arg(long, default_value = "exact")]
@@ -84,7 +84,7 @@ pub struct Args {
     #[arg(long, value_name = "N", value_parser = args::tokens)]
     tokens: Option<f64>,
     /// Price of one device for one hour, USD: with --tokens gives the run's cost.
-    #[arg(long, value_name = "USD")]
+    #[arg(long, value_name = "USD", requires = "tokens", allow_negative_numbers = true, value_parser = args::price)]
     price: Option<f64>,
     /// Write the plan here, and its certificate beside it.
     #[arg(short, long, value_name = "plan.json")]
@@ -126,15 +126,6 @@ fn capacity_note(graph: &Graph, factor: f64) -> String {
     }
 }
 
-/// What is to be said of a plan that offloads.
-fn of_hosts(compiled: &Compiled, limit: Option<Bytes>) -> Option<String> {
-    let is_gpu = |machine: &&Machine| machine.device.name != "cpu";
-    let limit = limit.or_else(|| compiled.file.cluster.groups().iter().filter(is_gpu).filter_map(|machine| machine.host_memory).min());
-    let taken = Bytes(compiled.prediction.memory.iter().map(|m| m.arena.host).max().unwrap_or(0));
-    let limit = limit.filter(|limit| taken > *limit)?;
-    Some(format!("offloading is pinned, and {taken} a device are in the host's memory, of which there is to be {limit}"))
-}
-
 pub fn run(args: Args) -> Result<Outcome> {
     let begin = Instant::now();
     if let Some(path) = &args.output {
@@ -145,8 +136,11 @@ pub fn run(args: Args) -> Result<Outcome> {
     if let Some(limit) = args.host_limit.map(Bytes) {
         cluster = cluster.map(|machine| Machine { host_memory: Some(limit), ..machine.clone() }, |link| link);
     }
-    let mut model = model::load_for(&args.model, &args.options, default_precision(&cluster))?;
-    let mut notes = model.notes.clone();
+    let (precision, why) = notes::default_precision(&cluster);
+    let mut model = model::load_for(&args.model, &args.options, precision)?;
+    let mut notes = notes::of_nodes(&cluster);
+    notes.extend(why.filter(|_| args.options.precision.is_none()));
+    notes.extend(model.notes.iter().cloned());
     if let Some(factor) = args.capacity {
         model.graph = capacity::limit(&model.graph, factor).with_context(|| format!("--capacity {factor}: {}", model.name))?;
         notes.push(capacity_note(&model.graph, factor));
@@ -163,8 +157,8 @@ pub fn run(args: Args) -> Result<Outcome> {
     });
     let compute = compute_type(&model.graph);
     let late = args.time_limit.map(|s| {
-        let end = begin + Duration::try_from_secs_f64(s.max(0.0)).unwrap_or(Duration::MAX / 4);
-        move || Instant::now() >= end
+        let end = Duration::try_from_secs_f64(s).ok().and_then(|limit| begin.checked_add(limit));
+        move || end.is_some_and(|end| Instant::now() >= end)
     });
     let options = Options {
         cluster,
@@ -193,7 +187,7 @@ pub fn run(args: Args) -> Result<Outcome> {
         Err(error) => return failed(&args, error),
     };
     let took = begin.elapsed().as_secs_f64();
-    notes.extend(of_hosts(&compiled, args.host_limit.map(Bytes)));
+    notes.extend(notes::of_hosts(&compiled, args.host_limit.map(Bytes)));
     // Before anything is written: a command that fails leaves no plan.
     let elsewhere = match elsewhere(&args, &model.graph, &options) {
         Ok(elsewhere) => elsewhere,
@@ -203,13 +197,14 @@ pub fn run(args: Args) -> Result<Outcome> {
         output::write(path, compiled.file.to_json().as_bytes())?;
         // A pipe or a device has nothing beside it.
         if path.metadata().is_ok_and(|m| m.is_file()) {
-            let certificate = Certificate::new(&compiled, batch, options.memory_limit);
+            let certificate = Certificate::new(&compiled);
             output::write(&Certificate::beside(path), certificate.to_json().as_bytes())?;
         }
     }
     let run = report::TrainingRun { tokens: args.tokens, price: args.price };
     if args.json {
         let mut object = report::json(&model, &compiled, run, took);
+        object["notes"] = notes.into();
         if args.min_devices || !args.what_if.is_empty() {
             object["what_if"] = elsewhere.iter().map(sensitivity::json).collect();
         }
@@ -258,7 +253,7 @@ fn footer(args: &Args, compiled: &Compiled, took: f64) {
 /// The answer is no where nothing fits; the question was wrong where pins, batch and devices do not go together.
 fn refused(args: &Args, refusal: &Refusal) -> Result<Outcome> {
     match refusal {
-        Refusal::Infeasible(_) | Refusal::Late => {
+        Refusal::Infeasible(_) | Refusal::Context { .. } | Refusal::Late => {
             if args.json {
                 output::say!("{}", serde_json::json!({ "infeasible": refusal.to_string() }));
             }
@@ -269,15 +264,12 @@ fn refused(args: &Args, refusal: &Refusal) -> Result<Outcome> {
         Refusal::Pins(_)
         | Refusal::Graph(_)
         | Refusal::Layout { .. }
+        | Refusal::Limit { .. }
+        | Refusal::TooMuch { .. }
         | Refusal::Batch { .. }
         | Refusal::Pipeline { .. }
         | Refusal::Impossible { .. } => Err(anyhow::anyhow!("{refusal}").into()),
     }
-}
-
-/// CPU ranks compute in f32; other devices in 16 bits.
-fn default_precision(cluster: &Cluster) -> DType {
-    if cluster.groups().iter().any(|g| g.device.name == "cpu") { DType::F32 } else { DType::Bf16 }
 }
 
 /// The type the importer gave the parameters.

@@ -2,16 +2,17 @@
 
 use super::output::{self, gib, seconds};
 use super::{Outcome, Result, args, report};
+use crate::certfile::Certificate;
 use crate::planfile::{PlanFile, assignment_text};
 use anyhow::Context;
 use dplan_ir::layers;
 use dplan_ir::plan::{Away, Gathered, LayerPlan, Plan, Schedule, Store};
 use dplan_ir::rule::Assignment;
 use dplan_planner::explain::{Alternative, Note, explain};
-use dplan_planner::pins::Pins;
+use dplan_planner::pins::{Allowed, Pins};
 use dplan_planner::predict::{Prediction, predict};
 use dplan_planner::request::{Planner, Refusal, Request};
-use dplan_planner::units::Bytes;
+use dplan_planner::units::{Bytes, Nanos};
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
 use std::path::PathBuf;
@@ -21,10 +22,10 @@ use std::path::PathBuf;
 #[command(after_help = "Examples:\n  dplan explain plan.json\n  dplan explain plan.json --why-not tp=4,zero=3")]
 pub struct Args {
     plan: PathBuf,
-    /// The best plan under these pins, and the difference by component.
+    /// The best plan under these pins, and those of the question for what they leave open; and the difference by component.
     #[arg(long, value_name = "k=v,…")]
     why_not: Option<String>,
-    /// Memory that arena and context may take on one device, if the plan was compiled under such a limit.
+    /// Memory that arena and context may take on one device [default: as the certificate beside the plan says, if there is one].
     #[arg(long, value_name = "BYTES", value_parser = args::bytes)]
     memory_limit: Option<u64>,
     /// Print one JSON object.
@@ -37,19 +38,15 @@ pub fn run(args: Args) -> Result<Outcome> {
     let pins = args.why_not.as_deref().map(Pins::parse).transpose()?;
     let classes = layers::classes(&file.graph);
     let chosen = predict(&file.graph, &classes, &file.cluster, &file.plan).map_err(|e| anyhow::anyhow!("{}: {e}", args.plan.display()))?;
+    let asked = Asked::of(&args, chosen.step);
     if let Some(pins) = pins {
-        return why_not(&file, &classes, &chosen, pins, &args);
+        return why_not(&file, &classes, &chosen, pins, &asked, &args);
     }
-    // Offloading is in the space where the plan has it.
-    let stores: Vec<Store> = file.plan.options.iter().flat_map(|o| o.away().stores()).collect();
-    let has_stored = file.plan.options.iter().any(|o| o.activations.is_some());
-    let is_in_space = |a: &Away| a.stores().all(|store| stores.contains(&store)) && (has_stored || a.activations.is_none());
-    let ways: Vec<String> = Away::all().filter(is_in_space).map(Away::name).collect();
-    let space = Pins::parse(&if stores.is_empty() { String::new() } else { format!("offload={}", ways.join("+")) })?;
-    let mut planner = Planner::new(request(&file, &classes, space, &args)).map_err(|why| anyhow::anyhow!("{}: {why}", args.plan.display()))?;
+    let space = asked.space.clone().map_or_else(|| space_of(&file.plan), Ok)?;
+    let mut planner = Planner::new(request(&file, &classes, space, &asked)).map_err(|why| anyhow::anyhow!("{}: {why}", args.plan.display()))?;
     let notes = explain(&planner.problem, &mut planner.prices, &file.plan)
         .with_context(|| format!("{}: the plan is not one that this dplan would make; compile it again", args.plan.display()))?;
-    let orders = orders(&file, &classes, &args)?;
+    let orders = orders(&file, &classes, &asked)?;
     if args.json {
         let layers: Vec<Value> = notes.iter().map(|note| object(&file, note, &chosen)).collect();
         let orders: Vec<Value> = orders.iter().map(|(schedule, found)| order_object(*schedule, found.as_ref())).collect();
@@ -77,8 +74,37 @@ pub fn run(args: Args) -> Result<Outcome> {
     Ok(Outcome::Done)
 }
 
+/// The question that a plan answered, as far as it is known.
+#[derive(Default)]
+struct Asked {
+    /// What the plan is the best of.
+    space: Option<Pins>,
+    pins: Pins,
+    memory_limit: Option<Bytes>,
+}
+
+impl Asked {
+    /// As the certificate beside the plan says, if it is about a plan with such a step; a limit that is given counts before.
+    fn of(args: &Args, step: Nanos) -> Asked {
+        let given = args.memory_limit.map(Bytes);
+        match Certificate::of_plan(&args.plan, step) {
+            Some(Certificate { pins, asked, memory_limit, .. }) => Asked { space: Some(pins), pins: asked, memory_limit: given.or(memory_limit) },
+            None => Asked { memory_limit: given, ..Asked::default() },
+        }
+    }
+}
+
+/// The space of a plan of which nothing else is known: offloading is in it where the plan has it.
+fn space_of(plan: &Plan) -> Result<Pins> {
+    let stores: Vec<Store> = plan.options.iter().flat_map(|o| o.away().stores()).collect();
+    let has_stored = plan.options.iter().any(|o| o.activations.is_some());
+    let is_in_space = |a: &Away| a.stores().all(|store| stores.contains(&store)) && (has_stored || a.activations.is_none());
+    let ways: Vec<String> = Away::all().filter(is_in_space).map(Away::name).collect();
+    Ok(Pins::parse(&if stores.is_empty() { String::new() } else { format!("offload={}", ways.join("+")) })?)
+}
+
 /// The best plan of every other schedule that has the same ranks, nothing where there is none; of a pipeline.
-fn orders(file: &PlanFile, classes: &[u32], args: &Args) -> Result<Vec<(Schedule, Option<(Plan, Prediction)>)>> {
+fn orders(file: &PlanFile, classes: &[u32], asked: &Asked) -> Result<Vec<(Schedule, Option<(Plan, Prediction)>)>> {
     let plan = &file.plan;
     // `gpipe` costs what `1f1b` does and keeps more.
     let others = Schedule::ALL.into_iter().filter(|&s| plan.pp() > 1 && s != plan.schedule && s != Schedule::GPipe);
@@ -86,7 +112,9 @@ fn orders(file: &PlanFile, classes: &[u32], args: &Args) -> Result<Vec<(Schedule
         let (dp, ep, cp, tp, pp) = (plan.dp, plan.ep, plan.cp, plan.tp, plan.pp());
         let keys = plan.keys.name();
         let pins = Pins::parse(&format!("dp={dp},ep={ep},cp={cp},keys={keys},tp={tp},pp={pp},schedule={}", schedule.name()))?;
-        match Planner::new(request(file, classes, pins, args)).and_then(|mut p| p.search()) {
+        // Another order has another number of virtual stages.
+        let pins = pins.over(&Pins { virtual_stages: Allowed::ANY, ..asked.pins.clone() });
+        match Planner::new(request(file, classes, pins, asked)).and_then(|mut p| p.search()) {
             Ok(answer) => {
                 let prediction = predict(&file.graph, classes, &file.cluster, &answer.plan)?;
                 Ok((schedule, Some((answer.plan, prediction))))
@@ -118,8 +146,8 @@ fn order_object(schedule: Schedule, found: Option<&(Plan, Prediction)>) -> Value
 }
 
 /// A question about the same model and cluster; gradients are exchanged as in the plan, unless pins say how.
-fn request<'a>(file: &'a PlanFile, classes: &'a [u32], pins: Pins, args: &Args) -> Request<'a> {
-    let pins = pins.or_kept(&Pins::that_keep(&file.plan));
+fn request<'a>(file: &'a PlanFile, classes: &'a [u32], pins: Pins, asked: &Asked) -> Request<'a> {
+    let pins = pins.over(&Pins::that_keep(&file.plan));
     Request {
         graph: &file.graph,
         classes,
@@ -129,7 +157,7 @@ fn request<'a>(file: &'a PlanFile, classes: &'a [u32], pins: Pins, args: &Args) 
         optimizer: file.plan.optimizer,
         clip: file.plan.clip,
         pins,
-        memory_limit: args.memory_limit.map(Bytes),
+        memory_limit: asked.memory_limit,
         deadline: None,
     }
 }
@@ -228,9 +256,12 @@ fn difference(from: u64, to: u64) -> String {
     format!("{}{}", if to < from { "-" } else { "+" }, gib(to.abs_diff(from)))
 }
 
-/// The best plan under the pins, and what is different, part by part.
-fn why_not(file: &PlanFile, classes: &[u32], chosen: &Prediction, pins: Pins, args: &Args) -> Result<Outcome> {
-    let answer = match Planner::new(request(file, classes, pins, args)).and_then(|mut p| p.search()) {
+/// The best plan under the pins and those of the question that they say nothing of, and what is different, part by part.
+fn why_not(file: &PlanFile, classes: &[u32], chosen: &Prediction, pins: Pins, asked: &Asked, args: &Args) -> Result<Outcome> {
+    let pins = pins.over(&asked.pins);
+    let within = asked.memory_limit.map_or(String::new(), |limit| format!(", in {limit} of each device"));
+    let heading = format!("the best plan under the pins {pins}{within}:");
+    let answer = match Planner::new(request(file, classes, pins, asked)).and_then(|mut p| p.search()) {
         Ok(answer) => answer,
         Err(Refusal::Infeasible(why)) => {
             if args.json {
@@ -260,7 +291,7 @@ fn why_not(file: &PlanFile, classes: &[u32], chosen: &Prediction, pins: Pins, ar
         );
         return Ok(Outcome::Done);
     }
-    output::say!("the best plan under these pins:");
+    output::say!("{heading}");
     output::put!("{}", report::choice(&pinned));
     output::say!("\n{:<24} {:>12} {:>12} {:>14}", "", "chosen", "pinned", "difference");
     for (name, a, b) in rows {

@@ -14,6 +14,7 @@ mod fuzz;
 mod inspect;
 mod kernels;
 mod model;
+mod notes;
 mod output;
 mod profile;
 mod progress;

@@ -1,6 +1,7 @@
 //! What `compile` and `explain` say of a plan, for people and as JSON. The JSON names are stable.
 
 use super::output::{gib, seconds};
+use crate::certfile::space;
 use crate::cluster;
 use crate::compile::Compiled;
 use crate::import::Model;
@@ -13,7 +14,7 @@ use dplan_ir::sync::Sync;
 use dplan_planner::baselines::Baseline;
 use dplan_planner::machine::Machine;
 use dplan_planner::predict::Prediction;
-use dplan_planner::units::PerSecond;
+use dplan_planner::units::{Nanos, PerSecond};
 use serde_json::{Value, json};
 use std::fmt::Write;
 
@@ -32,12 +33,27 @@ impl TrainingRun {
     fn cost(&self, tokens_per_second: f64, devices: u64) -> Option<f64> {
         Some(self.days(tokens_per_second)? * 24.0 * self.price? * devices as f64)
     }
-    /// `31.2 days, 1,234,567 USD`.
+    /// `31.2 days, 1,234,567 USD`; `5.2 hours, 41.67 USD`.
     fn text(&self, tokens_per_second: f64, devices: u64) -> Option<String> {
         let days = self.days(tokens_per_second)?;
-        let cost = self.cost(tokens_per_second, devices).map_or(String::new(), |c| format!(", {} USD", grouped(c as u64)));
-        Some(format!("{days:.1} days{cost}"))
+        let cost = self.cost(tokens_per_second, devices).map_or(String::new(), |c| format!(", {} USD", money(c)));
+        Some(format!("{}{cost}", long(days)))
     }
+}
+
+/// A duration in days for people.
+fn long(days: f64) -> String {
+    match days * 24.0 {
+        hours if hours >= 48.0 => format!("{days:.1} days"),
+        hours if hours >= 1.0 => format!("{hours:.1} hours"),
+        hours if hours >= 1.0 / 30.0 => format!("{:.1} minutes", hours * 60.0),
+        hours => seconds(hours * 3600.0),
+    }
+}
+
+/// An amount of money for people, rounded: cents where they count.
+fn money(usd: f64) -> String {
+    if usd < 1000.0 { format!("{usd:.2}") } else { grouped(usd.round() as u64) }
 }
 
 /// One object: model, cluster, chosen, predicted, search, baselines.
@@ -51,11 +67,12 @@ pub fn json(model: &Model, compiled: &Compiled, run: TrainingRun, took: f64) -> 
         "search": {
             "seconds": took, "space": s.space, "solved": s.solved,
             "lower_bound_seconds": s.lower_bound as f64 * 1e-9, "gap": s.gap, "proved": s.proved,
+            "pins": compiled.pins.to_string(), "offloading": compiled.pins.offload.is_pinned(), "memory_limit_bytes": compiled.memory_limit.map(|b| b.0),
         },
         "baselines": compiled.baselines.iter().map(|b| {
             let rate = b.step.map(|s| tokens_per_second(compiled, s.seconds()));
             json!({
-                "name": b.name, "step_seconds": b.step.map(|s| s.seconds()), "fits": b.fits, "asynchronous": b.asynchronous,
+                "name": b.name, "step_seconds": b.step.map(|s| s.seconds()), "fits": b.fits, "covers": b.covers, "asynchronous": b.asynchronous,
                 "days": rate.and_then(|r| run.days(r)), "cost_usd": rate.and_then(|r| run.cost(r, file.cluster.devices())),
             })
         }).collect::<Vec<_>>(),
@@ -156,17 +173,20 @@ pub fn text(model: &Model, compiled: &Compiled, run: TrainingRun) -> String {
     let share = |part: f64| part / p.step.seconds().max(1e-12) * 100.0;
     let parts =
         [("compute", p.parts.compute), ("exposed communication", p.parts.exposed_comm), ("bubble", p.parts.bubble), ("optimizer", p.parts.optimizer)];
-    let parts: Vec<String> = parts.iter().map(|(name, part)| format!("{name} {:.1} %", share(part.seconds()))).collect();
+    let offload = Some(("offload", p.parts.offload)).filter(|(_, part)| *part > Nanos::ZERO);
+    let parts: Vec<String> = parts.iter().chain(&offload).map(|(name, part)| format!("{name} {:.1} %", share(part.seconds()))).collect();
     let _ = writeln!(out, "            {}", parts.join(", "));
-    out += &memory(p, file);
+    out += &memory(p, compiled);
     if let Some(takes) = run.text(p.tokens_per_second, devices) {
         let _ = writeln!(out, "run         {takes}");
     }
     out += &baselines(compiled, run);
+    let space = space(&compiled.pins, compiled.memory_limit);
+    let space = if space.is_empty() { "this space".to_string() } else { format!("this space ({space})") };
     let proof = if s.proved {
-        "proved optimal in this space and cost model".to_string()
+        format!("proved optimal in {space} and cost model")
     } else {
-        format!("not proved: at most {:.2} % from optimal", s.gap * 100.0)
+        format!("not proved: at most {:.2} % from optimal in {space}", s.gap * 100.0)
     };
     let _ = writeln!(out, "search      {} layouts, {} solved exactly; {proof}", s.space, s.solved);
     out
@@ -266,7 +286,10 @@ fn baselines(compiled: &Compiled, run: TrainingRun) -> String {
     let own = compiled.prediction.step.seconds().max(1e-12);
     let one = |b: &Baseline| {
         let stale = if b.asynchronous { " (stale weights)" } else { "" };
-        let Some(step) = b.step else { return format!("{}{stale} does not fit", b.name) };
+        let Some(step) = b.step else {
+            let why = if b.covers { "does not fit" } else { "cannot share out the batch" };
+            return format!("{}{stale} {why}", b.name);
+        };
         let takes = run.text(tokens_per_second(compiled, step.seconds()), compiled.file.cluster.devices());
         format!("{}{stale} {:.2}x{}", b.name, step.seconds() / own, takes.map_or(String::new(), |t| format!(" ({t})")))
     };
@@ -279,16 +302,19 @@ fn baselines(compiled: &Compiled, run: TrainingRun) -> String {
     out
 }
 
-fn memory(p: &Prediction, file: &PlanFile) -> String {
+fn memory(p: &Prediction, compiled: &Compiled) -> String {
+    let (file, limit) = (&compiled.file, compiled.memory_limit);
     let mut out = String::new();
     for (stage, m) in p.memory.iter().enumerate() {
         let a = &m.arena;
+        let memory = file.cluster.site(file.cluster.seat(&file.plan, stage as u64).site).device.memory;
+        let allowed = limit.map_or(memory, |limit| limit.min(memory));
         let _ = writeln!(
             out,
             "{}stage {stage}: {} of {} (states {}, activations {}, workspace {}, buffers {}, context {})",
             if stage == 0 { "memory      " } else { "            " },
             gib(m.total_bytes()),
-            gib(file.cluster.site(file.cluster.seat(&file.plan, stage as u64).site).device.memory.0),
+            gib(allowed.0),
             gib(a.states),
             gib(a.frames),
             gib(a.workspace),
@@ -313,4 +339,18 @@ pub fn grouped(n: u64) -> String {
         out.push(digit);
     }
     out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn short_runs_and_small_sums_keep_their_digits() {
+        let run = TrainingRun { tokens: Some(1e9), price: Some(2.5) };
+        assert_eq!(run.text(1e4, 8).unwrap(), "27.8 hours, 555.56 USD");
+        assert_eq!(run.text(1e3, 8).unwrap(), "11.6 days, 5,556 USD");
+        assert_eq!(run.text(1e6, 1).unwrap(), "16.7 minutes, 0.69 USD");
+        assert_eq!(TrainingRun { tokens: Some(1e3), price: None }.text(1e3, 1).unwrap(), "1.00 s");
+    }
 }

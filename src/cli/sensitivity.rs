@@ -9,6 +9,7 @@ use dplan_ir::graph::Graph;
 use dplan_ir::plan::Plan;
 use dplan_planner::machine::curves::Curve;
 use dplan_planner::machine::{Curves, Link, Machine, Peak};
+use dplan_planner::memory::Arena;
 use dplan_planner::predict::Prediction;
 use dplan_planner::request::{Fewest, Refusal};
 use dplan_planner::units::{Bytes, Nanos, PerSecond};
@@ -97,6 +98,7 @@ impl Scenario {
 
     fn machine(&self, machine: &Machine) -> Machine {
         let mut machine = machine.clone();
+        let is_sold = machine.usual_node().is_some();
         let Machine { device, per_node, nodes, intra, inter, host, nvme, curves, .. } = &mut machine;
         for &(key, factor) in &self.changes {
             let times = |n: u64| times(n, factor);
@@ -125,7 +127,8 @@ impl Scenario {
                     [f64, f32, bf16, f16].into_iter().for_each(rate);
                 }
                 Key::Bandwidth => rate(&mut device.bandwidth),
-                Key::Nodes if *nodes == 1 => *per_node = times(*per_node),
+                // A node of built-in devices does not grow; one of others is all there is known of.
+                Key::Nodes if *nodes == 1 && (factor < 1.0 || !is_sold) => *per_node = times(*per_node),
                 Key::Nodes => *nodes = times(*nodes),
             }
         }
@@ -151,6 +154,8 @@ fn rescaled(curves: &Curves, latency: f64, per_byte: f64) -> Curves {
 pub struct Sensitivity {
     pub what: String,
     pub devices: u64,
+    /// Where they are in several.
+    pub nodes: Option<u64>,
     /// The best plan there, or why there is none.
     pub answer: Result<(Plan, Prediction), String>,
 }
@@ -168,20 +173,14 @@ pub fn what_if(forward: &Graph, options: &Options<'_>, scenarios: &[Scenario]) -
 /// # Errors
 /// As [`what_if`].
 pub fn min_devices(forward: &Graph, options: &Options<'_>, fewest: Fewest) -> Result<Sensitivity, CompileError> {
-    let none = |why: &str| Ok(Sensitivity { what: "fewest devices".into(), devices: 0, answer: Err(why.into()) });
+    let none = |why: &str| Ok(Sensitivity { what: "fewest devices".into(), devices: 0, nodes: None, answer: Err(why.into()) });
     let devices = match fewest {
         Fewest::Are(devices) => devices,
         Fewest::Unknown => return none("no number of such devices was found that fits it"),
         Fewest::Unlike => return none("the cluster has groups of different devices: ask for a cluster of one of them"),
     };
     let mut options = options.clone();
-    options.cluster = options.cluster.map(
-        |machine| match machine.nodes {
-            1 => Machine { per_node: devices, ..machine.clone() },
-            _ => Machine { nodes: devices / machine.per_node, ..machine.clone() },
-        },
-        |link| link,
-    );
+    options.cluster = options.cluster.map(|machine| machine.resized(devices).unwrap_or_else(|| machine.clone()), |link| link);
     on("fewest devices".into(), forward, &options)
 }
 
@@ -191,6 +190,7 @@ fn on(what: String, forward: &Graph, options: &Options<'_>) -> Result<Sensitivit
         // Pins and batch that fit the machine at hand need not fit this one.
         Err(CompileError::Refused(
             refusal @ (Refusal::Infeasible(_)
+            | Refusal::Context { .. }
             | Refusal::Late
             | Refusal::Batch { .. }
             | Refusal::Layout { .. }
@@ -199,7 +199,14 @@ fn on(what: String, forward: &Graph, options: &Options<'_>) -> Result<Sensitivit
         )) => Err(refusal.to_string()),
         Err(other) => return Err(other),
     };
-    Ok(Sensitivity { what, devices: options.cluster.devices(), answer })
+    let nodes = options.cluster.only().map(|machine| machine.nodes).filter(|&nodes| nodes > 1);
+    Ok(Sensitivity { what, devices: options.cluster.devices(), nodes, answer })
+}
+
+/// The most that a device has elsewhere, in the memory of its host and in files; nothing if nothing is offloaded.
+fn offloaded(p: &Prediction) -> Option<(u64, u64)> {
+    let most = |of: fn(&Arena) -> u64| p.memory.iter().map(|m| of(&m.arena)).max().unwrap_or(0);
+    Some((most(|a| a.host), most(|a| a.file))).filter(|&(host, file)| host + file > 0)
 }
 
 /// One line for people.
@@ -208,14 +215,16 @@ pub fn line(s: &Sensitivity, own: &Prediction) -> String {
         Ok((plan, p)) => {
             let most = p.memory.iter().map(|m| m.total_bytes()).max().unwrap_or(0);
             format!(
-                "{}: {} devices, step {} ({:.2}x), {}, micro-batches of {}, {} a device",
+                "{}: {} devices{}, step {} ({:.2}x), {}, micro-batches of {}, {} a device{}",
                 s.what,
                 s.devices,
+                s.nodes.map_or(String::new(), |nodes| format!(" in {nodes} nodes")),
                 seconds(p.step.seconds()),
                 p.step.seconds() / own.step.seconds().max(1e-12),
                 degrees(plan),
                 plan.micro_batch,
-                gib(most)
+                gib(most),
+                offloaded(p).map_or(String::new(), |(host, file)| format!(", offloads {} a device to hosts, {} to files", gib(host), gib(file)))
             )
         }
         Err(why) => format!("{}: {why}", s.what),
@@ -227,6 +236,7 @@ pub fn json(s: &Sensitivity) -> Value {
     match &s.answer {
         Ok((plan, p)) => json!({
             "what": s.what, "devices": s.devices, "step_seconds": p.step.seconds(),
+            "nodes": s.nodes, "host_bytes": offloaded(p).map_or(0, |(host, _)| host), "file_bytes": offloaded(p).map_or(0, |(_, file)| file),
             "dp": plan.dp, "ep": plan.ep, "cp": plan.cp, "tp": plan.tp, "pp": plan.pp(), "micro_batch": plan.micro_batch,
         }),
         Err(why) => json!({ "what": s.what, "devices": s.devices, "step_seconds": null, "infeasible": why }),
@@ -276,6 +286,18 @@ mod tests {
             assert_eq!((time("latency=3x", ranks, 4), time("latency=3x", ranks, 1 << 20)), (6_000, 6_000 + large));
             assert_eq!(time("inter=2x", ranks, 1 << 20), 2_000 + large);
         }
+    }
+
+    #[test]
+    fn twice_the_nodes_are_no_larger_node() {
+        let grown = |cluster: &str, text: &str| {
+            let machine = scenario(text).unwrap().machine(&Machine::parse(cluster).unwrap());
+            (machine.per_node, machine.nodes)
+        };
+        assert_eq!(grown("h100:8", "nodes=2x"), (8, 2));
+        assert_eq!(grown("h100:4x4", "nodes=0.5x"), (4, 2));
+        assert_eq!(grown("h100:8", "nodes=0.5x"), (4, 1));
+        assert_eq!(grown("cpu:4", "nodes=2x"), (8, 1));
     }
 
     #[test]

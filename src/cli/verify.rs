@@ -44,6 +44,8 @@ pub fn run(args: Args) -> Result<Outcome> {
         if let Some(c) = &certified {
             object["certificate"] = json!({
                 "recomputed": c.checked.recomputed, "resolved": c.checked.resolved, "gap": c.gap, "proved": c.gap == 0.0, "faults": c.faults,
+                "space": c.space, "pins": c.about.pins.to_string(), "offloading": c.about.pins.offload.is_pinned(),
+                "memory_limit_bytes": c.about.memory_limit.map(|b| b.0),
             });
         }
         output::say!("{object}");
@@ -73,6 +75,9 @@ struct Certified {
     checked: Checked,
     /// How far the plan may be from the best, as a part of its step.
     gap: f64,
+    /// The question, and in words the space that the plan is the best of.
+    about: Certificate,
+    space: String,
     faults: Vec<String>,
 }
 
@@ -80,6 +85,7 @@ struct Certified {
 fn certify(file: &PlanFile, path: PathBuf) -> Result<Certified> {
     let certificate = Certificate::read(&path)?;
     let Certificate { batch, memory_limit, objective, lower_bound, .. } = certificate;
+    let space = certificate.space();
     let classes = layers::classes(&file.graph);
     let (plan, cluster) = (&file.plan, &file.cluster);
     let mut faults = Vec::new();
@@ -113,6 +119,11 @@ fn certify(file: &PlanFile, path: PathBuf) -> Result<Certified> {
                 if memory.total_bytes() > limit {
                     faults.push(format!("stage {stage} takes {} bytes of a device, {limit} are allowed", memory.total_bytes()));
                 }
+                // Whoever pins layers into the memory of hosts answers for it.
+                let host = cluster.site(cluster.seat(plan, stage as u64).site).host_memory.filter(|_| !certificate.asked.offload.is_pinned());
+                if let Some(host) = host.filter(|host| memory.arena.host > host.0) {
+                    faults.push(format!("stage {stage} takes {} bytes of the host for each device, {} are there", memory.arena.host, host.0));
+                }
             }
             match check(&planner.problem, &mut planner.prices, objective, lower_bound, &certificate.closed) {
                 Ok(found) => checked = found,
@@ -122,14 +133,16 @@ fn certify(file: &PlanFile, path: PathBuf) -> Result<Certified> {
         Err(refusal) => faults.push(refusal.to_string()),
     }
     let gap = objective.saturating_sub(lower_bound) as f64 / objective.max(1) as f64;
-    Ok(Certified { path, checked, gap, faults })
+    Ok(Certified { path, checked, gap, about: certificate, space, faults })
 }
 
 /// Prints what became of a certificate; whether it holds.
 fn said(c: &Certified) -> bool {
     if c.faults.is_empty() {
         let Checked { recomputed, resolved } = c.checked;
-        let claim = if c.gap == 0.0 { "no plan is better".into() } else { format!("no plan is more than {:.2} % better", c.gap * 100.0) };
+        let space = if c.space.is_empty() { String::new() } else { format!(" ({})", c.space) };
+        let claim =
+            if c.gap == 0.0 { format!("no plan is better{space}") } else { format!("no plan is more than {:.2} % better{space}", c.gap * 100.0) };
         output::say!("{}: {claim}: {recomputed} layouts bounded again by other code, {resolved} solved again by integer programs", c.path.display());
     } else {
         for fault in c.faults.iter().take(MOST_FAULTS) {

@@ -3,7 +3,6 @@
 use super::arena::{Arena, Home, OnWire, Part};
 use super::stage::Stage;
 use crate::memory;
-use dplan_ir::entity::BufferId;
 use dplan_ir::mesh::AxisSet;
 use dplan_ir::program::{Content, Role, align};
 

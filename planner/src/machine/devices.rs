@@ -24,7 +24,7 @@ pub(super) struct Gpu {
     /// Link to the host, GB/s per direction.
     host: u64,
     /// Devices of the usual node.
-    per_node: u64,
+    pub per_node: u64,
     /// Memory of that node's host, GB.
     node_memory: u64,
     /// The device of the same chip whose measurements stand for this one; empty where there is none.

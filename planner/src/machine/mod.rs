@@ -102,7 +102,7 @@ pub enum MachineError {
 pub const LOCAL_RANKS: u64 = 4;
 
 /// More devices than this are a typing error.
-const MOST_DEVICES: u64 = 1 << 20;
+pub const MOST_DEVICES: u64 = 1 << 20;
 
 impl Machine {
     /// The same cluster by what was measured of its built-in device, where that is known: what published runs are priced on. Plans are chosen by the
@@ -116,6 +116,22 @@ impl Machine {
 
     pub fn devices(&self) -> u64 {
         self.per_node * self.nodes
+    }
+
+    /// Devices of the usual node of the built-in device of this name; ranks of a CPU have none.
+    pub fn usual_node(&self) -> Option<u64> {
+        GPUS.iter().find(|g| g.name == self.device.name).map(|g| g.per_node)
+    }
+
+    /// The same with so many devices: in whole nodes where there are several, or where they are more than a node of such devices has; else in one node. Nothing where they
+    /// do not fill whole nodes.
+    pub fn resized(&self, devices: u64) -> Option<Machine> {
+        let (per_node, nodes) = match self.usual_node().map(|usual| usual.max(self.per_node)) {
+            _ if self.nodes > 1 => (self.per_node, devices / self.per_node),
+            Some(node) if devices > node => (node, devices / node),
+            Some(_) | None => (devices, 1),
+        };
+        (devices > 0 && per_node * nodes == devices).then(|| Machine { per_node, nodes, ..self.clone() })
     }
 
     /// Time to stream `bytes` through a device's memory.
@@ -196,7 +212,7 @@ pub fn cpu(ranks: u64) -> Machine {
         context: Bytes::ZERO,
     };
     // Allowance, set low as the others: one disk that all ranks share, such as those of virtual machines.
-    let nvme = Link { latency: Nanos(100_000), bandwidth: PerSecond(400_000_000 / ranks.max(1)) };
+    let nvme = Link { latency: Nanos(100_000), bandwidth: PerSecond((400_000_000 / ranks.max(1)).max(1_000_000)) };
     // Ranks have the memory of the host already.
     let host_memory = Some(Bytes::ZERO);
     Machine { device, per_node: ranks, nodes: 1, intra: copy, inter: copy, host: copy, nvme, host_memory, curves: Arc::default() }
@@ -237,6 +253,17 @@ mod tests {
         for device in known_devices() {
             assert!(builtin(device).is_some_and(|m| m.device.memory > m.device.context), "{device}");
         }
+    }
+
+    /// More devices than a node has are more nodes, not a larger node.
+    #[test]
+    fn machines_grow_by_nodes() {
+        let resized = |text: &str, devices| Machine::parse(text).unwrap().resized(devices).map(|m| (m.per_node, m.nodes));
+        assert_eq!([4, 8, 12, 16].map(|n| resized("h100:4", n)), [Some((4, 1)), Some((8, 1)), None, Some((8, 2))]);
+        assert_eq!([8, 16, 24, 32].map(|n| resized("h100:16", n)), [Some((8, 1)), Some((16, 1)), None, Some((16, 2))]);
+        assert_eq!([4, 8, 12].map(|n| resized("a100-80g:8x2", n)), [None, Some((8, 1)), None]);
+        assert_eq!([72, 144].map(|n| resized("gb200:8", n)), [Some((72, 1)), Some((72, 2))]);
+        assert_eq!((resized("cpu:4", 100), resized("cpu:4", 0)), (Some((100, 1)), None));
     }
 
     #[test]

@@ -1,0 +1,84 @@
+//! What is to be said beside an answer: what was assumed where the question left something open, and what of it may not be meant so.
+
+use crate::compile::Compiled;
+use dplan_ir::dtype::DType;
+use dplan_planner::machine::{Cluster, Machine};
+use dplan_planner::units::{Bytes, PerSecond};
+
+/// The type that devices compute in where nothing is said: CPU ranks f32, other devices 16 bits; f16 where some device has no matrix units for bf16, with the reason.
+pub fn default_precision(cluster: &Cluster) -> (DType, Option<String>) {
+    if cluster.groups().iter().any(is_cpu) {
+        return (DType::F32, None);
+    }
+    let Some(machine) = cluster.groups().iter().find(|machine| machine.device.peak.bf16 < machine.device.peak.f16) else {
+        return (DType::Bf16, None);
+    };
+    let Machine { device, .. } = machine;
+    let tera = |PerSecond(rate)| rate as f64 * 1e-12;
+    let note = format!(
+        "f16 with dynamic loss scaling: {} does {:.0} TFLOP/s in f16, {:.0} in bf16; --precision says otherwise",
+        device.name,
+        tera(device.peak.f16),
+        tera(device.peak.bf16)
+    );
+    (DType::F16, Some(note))
+}
+
+/// Nodes that are larger than those which are sold.
+pub fn of_nodes(cluster: &Cluster) -> Vec<String> {
+    let larger = |machine: &&Machine| machine.usual_node().is_some_and(|usual| machine.per_node > usual);
+    let note = |machine: &Machine| {
+        let Machine { device, per_node, nodes, .. } = machine;
+        let usual = machine.usual_node().unwrap_or(*per_node);
+        let devices = machine.devices();
+        let instead = if devices.is_multiple_of(usual) {
+            format!("; {}:{usual}x{} has as many in such nodes", device.name, devices / usual)
+        } else {
+            String::new()
+        };
+        let nodes = if *nodes == 1 { "one node".into() } else { format!("{nodes} nodes") };
+        format!("{nodes} of {per_node} {} on the links inside a node, where usual nodes have {usual}{instead}", device.name)
+    };
+    cluster.groups().iter().filter(larger).map(note).collect()
+}
+
+/// Where layers were pinned into more memory of the host than there is.
+pub fn of_hosts(compiled: &Compiled, limit: Option<Bytes>) -> Option<String> {
+    let limit =
+        limit.or_else(|| compiled.file.cluster.groups().iter().filter(|machine| !is_cpu(machine)).filter_map(|machine| machine.host_memory).min());
+    let taken = Bytes(compiled.prediction.memory.iter().map(|m| m.arena.host).max().unwrap_or(0));
+    let limit = limit.filter(|limit| taken > *limit)?;
+    Some(format!("offloading is pinned, and {taken} a device are in the host's memory, of which there is to be {limit}"))
+}
+
+/// CPU ranks have the memory of the host already.
+pub fn is_cpu(machine: &Machine) -> bool {
+    machine.device.name == "cpu"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_without_units_for_bf16_compute_in_f16() {
+        let of = |text: &str| default_precision(&Cluster::parse(text).unwrap());
+        assert_eq!(
+            [of("cpu:2"), of("cpu:1+v100-16g:1"), of("h100:8")].map(|(dtype, note)| (dtype, note.is_some())),
+            [(DType::F32, false), (DType::F32, false), (DType::Bf16, false)]
+        );
+        for text in ["v100-32g:8", "h100:8+v100-16g:8"] {
+            let (dtype, note) = of(text);
+            assert!(dtype == DType::F16 && note.is_some_and(|note| note.contains("125 TFLOP/s in f16, 16 in bf16")), "{text}");
+        }
+    }
+
+    #[test]
+    fn nodes_that_nobody_sells_are_named() {
+        let of = |text: &str| of_nodes(&Cluster::parse(text).unwrap());
+        assert!(of("h100:8x64").is_empty() && of("cpu:64").is_empty() && of("gb200:72").is_empty());
+        assert!(of("h100:64")[0].contains("one node of 64 h100") && of("h100:64")[0].contains("h100:8x8 has as many"), "{:?}", of("h100:64"));
+        assert!(of("h100:8+a100-80g:12x2")[0].contains("2 nodes of 12 a100-80g") && of("h100:8+a100-80g:12x2")[0].contains("8x3"));
+        assert!(!of("h100:9")[0].contains("as many"));
+    }
+}

@@ -346,3 +346,24 @@ fn patches_are_counted_as_tokens_are() {
     assert!((tokens / (8.0 * 5.0) - 1.0).abs() < 1e-9, "{said}");
     assert!(dplan_ok(&["compile", config.to_str().unwrap(), "--cluster", "cpu:2", "--batch", "8"]).contains("sequence 5)"));
 }
+
+/// What a plan file says of exchanges is what its program does, so that it can be read again, and its certificate checked.
+#[test]
+fn plans_of_every_exchange_are_read_again() {
+    let dir = scratch("exchanges");
+    for (at, pins) in [
+        "dp=1,cp=2,tp=2,wire=bf16",
+        "dp=4,wire=bf16,sync=server",
+        "dp=4,sync=server",
+        "dp=4,sync=tree",
+        "dp=2,tp=2,map=tp.dp",
+        "dp=1,cp=4,keys=ring",
+        "dp=2,cp=2,keys=ring,sync=server,zero=3",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let (plan, _) = compiled(&dir, &format!("{at}.json"), &["--cluster", "cpu:4", "--batch", "16", "--pin", pins]);
+        dplan_ok(&["verify", &plan.display().to_string(), "--certificate"]);
+    }
+}

@@ -110,5 +110,7 @@ fn families_without_an_oracle_train_as_on_cpu_ranks() {
         let options = ImportOptions { seq: Some(12), compute: DType::F32, family: None };
         let forward = model_from_bytes("config.json", config.as_bytes(), &options).unwrap_or_else(|e| panic!("{e}")).graph;
         as_on_cpu_ranks(name, &forward, ["dp=2,micro=2,zero=1", "tp=2,micro=4"]);
+        // A sink counts in one turn of a ring.
+        as_on_cpu_ranks(&format!("{name}_ring"), &forward, ["cp=2,keys=ring,micro=4", "cp=2,micro=4"]);
     }
 }

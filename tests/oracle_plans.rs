@@ -120,6 +120,9 @@ fn sums_in_steps_and_other_nestings_train_as_in_pytorch() {
         ("dp2 cp2 tp2 zero2 tree", 8, "dp=2,cp=2,tp=2,pp=1,zero=2,sync=tree,map=tp.cp.dp"),
         ("dp4 zero1 server", 4, "dp=4,tp=1,pp=1,zero=1,sync=server"),
         ("dp2 tp2 zero0 server", 4, "dp=2,tp=2,pp=1,zero=0,sync=server,map=tp.dp"),
+        // What goes round goes by strides of nested axes.
+        ("dp2 ring2 tp2 tree", 8, "dp=2,cp=2,tp=2,pp=1,zero=1,keys=ring,sync=tree,map=tp.cp.dp"),
+        ("dp4 ring2 hierarchical", 8, "dp=4,cp=2,tp=1,pp=1,zero=2,keys=ring,sync=hierarchical:2"),
     ];
     check_under("llama-tied", &plans, &EXACT);
 }

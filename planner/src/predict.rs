@@ -82,7 +82,7 @@ struct Layer {
     /// Nanoseconds of tensor-parallel collectives and copies, both passes.
     traffic: u64,
     /// Of one rank and micro-batch.
-    flops: u64,
+    flops: u128,
 }
 
 impl Layer {
@@ -213,13 +213,13 @@ fn priced(
         let fragment = sharder.layer(at, plan.layer(at))?;
         let option = pricing.option(&fragment, plan.layer(at));
         let block = |&form: &_| fragment.local(form, pricing.graph, &pricing.mesh, &pricing.padded);
-        let (mut traffic, mut flops) = (0, 0);
+        let (mut traffic, mut flops) = (0, 0u128);
         for stmt in fragment.forward.iter().chain(&fragment.backward) {
             match stmt {
                 Stmt::Run { node, ins, outs, .. } => {
                     let (ins, outs): (Vec<LocalType>, Vec<LocalType>) = (ins.iter().map(block).collect(), outs.iter().map(block).collect());
                     let cost = op_cost(&pricing.graph.nodes[*node].op, &ins.iter().collect::<Vec<_>>(), &outs.iter().collect::<Vec<_>>());
-                    flops += cost.flops;
+                    flops += u128::from(cost.flops);
                 }
                 Stmt::Reshard { from, to, step, .. } => {
                     let pattern = match step {
@@ -254,7 +254,7 @@ fn boundaries(pricing: &Pricing<'_>) -> Vec<u64> {
 }
 
 /// Multiplications and additions of matrix products, forward and backward, of one micro-batch.
-fn model_flops(graph: &Graph, micro_batch: u64) -> u64 {
+fn model_flops(graph: &Graph, micro_batch: u64) -> u128 {
     let mut logical = Padded(graph.dims.map(|_, d| d.size));
     if let Some(batch) = graph.batch {
         logical.0[batch] = micro_batch;
@@ -268,7 +268,7 @@ fn model_flops(graph: &Graph, micro_batch: u64) -> u64 {
         let (ins, outs): (Vec<LocalType>, Vec<LocalType>) = (node.inputs.iter().map(whole).collect(), node.outputs.iter().map(whole).collect());
         let cost = op_cost(&node.op, &ins.iter().collect::<Vec<_>>(), &outs.iter().collect::<Vec<_>>());
         match cost.unit {
-            Unit::Matrix { .. } => cost.flops,
+            Unit::Matrix { .. } => u128::from(cost.flops),
             Unit::Vector => 0,
         }
     };

@@ -3,7 +3,7 @@
 mod common;
 mod groups;
 
-use dplan::compile::{Options, compile};
+use dplan::compile::compile;
 use dplan::import::{ImportOptions, model_from_bytes};
 use dplan::planfile::PlanFile;
 use dplan::runtime::loss_scale::{LossScale, Outcome};

@@ -1,10 +1,13 @@
 //! `plan.certificate.json`, beside a plan: the question that was asked, and how every tuple of the space was closed. [`dplan_planner::certificate`] checks it.
 //!
 //! One line a tuple: `pp=4 tp=8 cp=1 ep=1 dp=2 micro=1 of=128 1f1b virtual=1 sp=- pad=0`, and `groups=1.0.2.3` where ranks are not counted in the order of the cluster's
-//! groups; how it was closed, and the nanoseconds (or the twin's position) that goes with it.
+//! groups, `sync=tree` where gradients are not summed by one collective, `map=ep.cp.tp.dp` where degrees are not nested as usual; how it was closed, and the nanoseconds (or the twin's position) that goes with it.
 
 use crate::compile::Compiled;
+use dplan_ir::mesh::Keys;
+use dplan_ir::nest::Nest;
 use dplan_ir::plan::{MOST_GROUPS, Placement, Schedule};
+use dplan_ir::sync::Sync;
 use dplan_planner::pins::{PerLayer, Pins};
 use dplan_planner::search::{Closed, How};
 use dplan_planner::space::Tuple;
@@ -172,12 +175,15 @@ pub fn space(pins: &Pins, memory_limit: Option<Bytes>) -> String {
 const EXAMPLE: &str = "pp=4 tp=8 cp=1 ep=1 dp=2 micro=1 of=128 1f1b virtual=1 sp=- pad=0";
 
 fn tuple_text(tuple: &Tuple) -> String {
-    let Tuple { pp, tp, cp, ep, dp, micro_batch, micro_batches, schedule, virtual_stages, boundary, padding, placement } = *tuple;
+    let Tuple { pp, tp, cp, ep, dp, micro_batch, micro_batches, schedule, virtual_stages, boundary, padding, placement, keys, sync, nest } = *tuple;
     let boundary = boundary.map_or("-".to_string(), |d| d.to_string());
     let schedule = schedule.name();
     let groups = if placement == Placement::default() { String::new() } else { format!(" groups={}", placement.0.map(|g| g.to_string()).join(".")) };
+    let ring = if keys == Keys::Gathered { String::new() } else { format!(" keys={}", keys.name()) };
+    let sync = if sync == Sync::Flat { String::new() } else { format!(" sync={}", sync.name()) };
+    let map = if nest == Nest::default() { String::new() } else { format!(" map={nest}") };
     format!(
-        "pp={pp} tp={tp} cp={cp} ep={ep} dp={dp} micro={micro_batch} of={micro_batches} {schedule} virtual={virtual_stages} sp={boundary} pad={padding}{groups}"
+        "pp={pp} tp={tp} cp={cp} ep={ep} dp={dp} micro={micro_batch} of={micro_batches} {schedule} virtual={virtual_stages} sp={boundary} pad={padding}{groups}{ring}{sync}{map}"
     )
 }
 
@@ -194,13 +200,19 @@ fn tuple_from(text: &str) -> Option<Tuple> {
         dim => Some(dim.parse().ok()?),
     };
     let padding = value("pad")?.parse().ok()?;
-    let placement = match parts.next() {
+    // What is as usual is not said.
+    let mut rest = parts.peekable();
+    let mut told = |key: &str| rest.next_if(|part| part.starts_with(key)).map(|part| &part[key.len()..]);
+    let placement = match told("groups=") {
         None => Placement::default(),
         Some(groups) => {
-            let order: Vec<u8> = groups.strip_prefix("groups=")?.split('.').map(|g| g.parse().ok()).collect::<Option<_>>()?;
+            let order: Vec<u8> = groups.split('.').map(|g| g.parse().ok()).collect::<Option<_>>()?;
             Placement::all(MOST_GROUPS).into_iter().find(|p| p.0 == *order)?
         }
     };
+    let keys = told("keys=").map_or(Some(Keys::Gathered), Keys::from_name)?;
+    let sync = told("sync=").map_or(Some(Sync::Flat), Sync::from_name)?;
+    let nest = told("map=").map_or(Some(Nest::default()), Nest::from_name)?;
     // What a search never makes would only break the checker's arithmetic.
     let positive = |n: Option<u64>| n.filter(|n| (1..=1 << 40).contains(n));
     let tuple = Tuple {
@@ -216,8 +228,11 @@ fn tuple_from(text: &str) -> Option<Tuple> {
         boundary,
         padding,
         placement,
+        keys,
+        sync,
+        nest,
     };
-    parts.next().is_none().then_some(tuple)
+    rest.next().is_none().then_some(tuple)
 }
 
 fn how_text(how: How) -> (&'static str, u64) {
@@ -268,6 +283,9 @@ mod tests {
             boundary: (padding > 0).then_some(1),
             padding,
             placement: if padding == 2 { Placement::of(&[1, 0]) } else { Placement::default() },
+            keys: if padding > 1 && padding < 4 { Keys::Ring } else { Keys::Gathered },
+            sync: [Sync::Flat, Sync::Tree, Sync::Hierarchical { far: 2 }][padding as usize % 3],
+            nest: if padding % 4 < 2 { Nest::default() } else { Nest::all()[7] },
         };
         assert_eq!(tuple_text(&tuple(0)), EXAMPLE);
         let hows =

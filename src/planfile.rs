@@ -5,13 +5,16 @@
 
 use crate::cluster;
 use dplan_ir::dtype::DType;
+use dplan_ir::entity::BufferId;
 use dplan_ir::grad;
 use dplan_ir::graph::Graph;
-use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
+use dplan_ir::mesh::{AxisSet, Degrees, Keys, MAX_AXES, Mesh};
+use dplan_ir::nest::Nest;
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::plan::{Away, Clip, Gathered, LayerPlan, Placement, Plan, Recompute, Schedule, StagePlan, Wire, Zero};
-use dplan_ir::program::Program;
+use dplan_ir::program::{Content, Instr, Pattern, Program, StageProgram};
 use dplan_ir::rule::Assignment;
+use dplan_ir::sync::Sync;
 use dplan_ir::text;
 use dplan_planner::machine::Cluster;
 use serde::{Deserialize, Serialize};
@@ -55,6 +58,12 @@ struct Json {
     /// Absent where nothing is rounded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     wire: Option<String>,
+    /// Absent where one collective sums gradients.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    sync: Option<String>,
+    /// Absent where degrees are nested as usual.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    map: Option<String>,
     seq: u64,
     choices: Choices,
     graph: Vec<String>,
@@ -67,6 +76,9 @@ struct Choices {
     dp: u64,
     ep: u64,
     cp: u64,
+    /// `ring`, where keys and values go round among context-parallel ranks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    keys: Option<String>,
     tp: u64,
     micro_batch: u64,
     micro_batches: u64,
@@ -109,11 +121,14 @@ impl PlanFile {
             optimizer: plan.optimizer.name().into(),
             clip: clip_name(plan.clip).into(),
             wire: plan.wire.dtype().map(|_| plan.wire.name().into()),
+            sync: (plan.sync != Sync::Flat).then(|| plan.sync.name()),
+            map: (plan.nest != Nest::default()).then(|| plan.nest.to_string()),
             seq: self.seq,
             choices: Choices {
                 dp: plan.dp,
                 ep: plan.ep,
                 cp: plan.cp,
+                keys: (plan.keys != Keys::Gathered).then(|| plan.keys.name().into()),
                 tp: plan.tp,
                 micro_batch: plan.micro_batch,
                 micro_batches: plan.micro_batches,
@@ -183,14 +198,40 @@ impl PlanFile {
             None => Wire::Full,
             Some(name) => Wire::from_name(name).ok_or_else(|| wrong("wire", format!("`{name}`: expected full or bf16")))?,
         };
+        let sync = match &json.sync {
+            None => Sync::Flat,
+            Some(name) => {
+                Sync::from_name(name).ok_or_else(|| wrong("sync", format!("`{name}`: expected flat, hierarchical:2 or the like, tree or server")))?
+            }
+        };
+        let nest = match &json.map {
+            None => Nest::default(),
+            Some(name) => Nest::from_name(name).ok_or_else(|| wrong("map", format!("`{name}`: expected an order, such as dp.ep.cp.tp")))?,
+        };
         let choices = &json.choices;
         let degrees = [("dp", choices.dp), ("ep", choices.ep), ("cp", choices.cp), ("tp", choices.tp)];
         for (at, n) in degrees.into_iter().chain([("micro_batch", choices.micro_batch), ("micro_batches", choices.micro_batches)]) {
             if n == 0 || n > 1 << 32 {
-                return Err(wrong(&format!("choices.{at}"), format!("{n}: expected at least 1")));
+                return Err(wrong(&format!("choices.{at}"), format!("{n}: expected 1 to {}", 1u64 << 32)));
             }
         }
-        let mesh = Mesh::of(Degrees { dp: choices.dp, ep: choices.ep, cp: choices.cp, tp: choices.tp });
+        let keys = match &choices.keys {
+            None => Keys::Gathered,
+            Some(name) => Keys::from_name(name).ok_or_else(|| wrong("choices.keys", format!("`{name}`: expected gather or ring")))?,
+        };
+        if matches!(sync, Sync::Hierarchical { .. } | Sync::Tree) && choices.ep > 1 {
+            return Err(wrong("sync", format!("{} needs an ep of 1, not {}", sync.name(), choices.ep)));
+        }
+        if let Sync::Hierarchical { far } = sync
+            && !choices.dp.is_multiple_of(far)
+        {
+            return Err(wrong("sync", format!("{far} parts of {} data-parallel ranks: expected a divisor", choices.dp)));
+        }
+        let degrees = Degrees { dp: choices.dp, ep: choices.ep, cp: choices.cp, tp: choices.tp, keys, sync, nest };
+        if degrees.most_axes() > MAX_AXES {
+            return Err(wrong("choices", format!("dp, cp and tp have too many factors: a mesh has at most {MAX_AXES} axes")));
+        }
+        let mesh = Mesh::of(degrees);
         let schedule =
             Schedule::from_name(&choices.schedule).ok_or_else(|| wrong("choices.schedule", format!("`{}` is not a schedule", choices.schedule)))?;
         let mut options = Vec::new();
@@ -242,8 +283,12 @@ impl PlanFile {
             optimizer,
             clip,
             wire,
+            keys,
+            sync,
+            nest,
         };
         check_shape(&plan, &graph).map_err(|(at, what)| wrong(at, what))?;
+        check_program(&plan, &program).map_err(|what| wrong("program", what))?;
         let cluster = cluster::from_json(json.cluster).map_err(|e| wrong("cluster", e.to_string()))?;
         let (mut named, groups) = (choices.placement.clone(), cluster.groups().len());
         named.sort_unstable();
@@ -285,6 +330,42 @@ fn check_shape(plan: &Plan, graph: &Graph) -> Result<(), (&'static str, String)>
         if o.strategy.len() != nodes {
             return Err(("choices.options", format!("option {option} has {} strategies, layer {layer} has {nodes} nodes", o.strategy.len())));
         }
+    }
+    Ok(())
+}
+
+/// The program does what the choices say that no proof of it alone can: a program with another optimizer, or one that does not clip, is right too, but is another.
+fn check_program(plan: &Plan, program: &Program) -> Result<(), String> {
+    if program.mesh != plan.mesh() || program.stages.len() as u64 != plan.pp() {
+        return Err(format!("its mesh or its {} stages are not those of the choices", program.stages.len()));
+    }
+    if program.micro_batches != plan.micro_batches {
+        return Err(format!("{} micro-batches, the choices say {}", program.micro_batches, plan.micro_batches));
+    }
+    if program.optimizer.is_some_and(|optimizer| optimizer != plan.optimizer) {
+        return Err(format!("its optimizer is {}, the plan's is {}", program.optimizer.map_or("", Optimizer::name), plan.optimizer.name()));
+    }
+    let instrs = || program.stages.iter().flat_map(|s| s.segments.values()).flat_map(|s| &s.body).map(|issue| &issue.instr);
+    let clips = |instr: &Instr| match instr {
+        Instr::Update { scale, .. } => Some(scale.is_some()),
+        _ => None,
+    };
+    let wanted = plan.clip == Clip::GlobalNorm;
+    if instrs().filter_map(clips).any(|clips| clips != wanted) {
+        return Err(format!("an update is {} a clip factor, the plan's `clip` is {}", if wanted { "without" } else { "with" }, clip_name(plan.clip)));
+    }
+    let rounds = instrs().any(|instr| matches!(instr, Instr::Cast { .. }));
+    let several = plan.dp * plan.cp > 1;
+    let wanted = plan.wire.dtype().is_some() && several;
+    if rounds != wanted {
+        return Err(format!("gradients are {}rounded for exchanges, the plan's `wire` is {}", if rounds { "" } else { "not " }, plan.wire.name()));
+    }
+    let is_flat = |stage: &StageProgram, id: BufferId| matches!(stage.buffers[id].content, Content::Flat { .. });
+    let serves =
+        |stage: &StageProgram, instr: &Instr| matches!(*instr, Instr::Collective { pattern: Pattern::AllToAll, src, .. } if is_flat(stage, src));
+    let body = |stage: &StageProgram| stage.segments.values().flat_map(|s| &s.body).any(|issue| serves(stage, &issue.instr));
+    if program.stages.iter().any(body) != (plan.sync == Sync::Server && several && plan.wire.dtype().is_none()) {
+        return Err(format!("gradients do not get to their sum as the plan's `sync` says: {}", plan.sync.name()));
     }
     Ok(())
 }

@@ -195,6 +195,13 @@ fn plans_that_were_edited() {
     }
     let later = plan.replacen("\"dplan_plan\": 1", "\"dplan_plan\": 99", 1);
     bench.refuse(&["run", &bench.write("later.json", &later)], &["version 99"]);
+    // A right program, which is not what the choices say.
+    for (said, instead, says) in
+        [("\"clip\": \"global_norm\"", "\"clip\": \"none\"", "clip"), ("\"optimizer\": \"adamw\"", "\"optimizer\": \"adam\"", "optimizer")]
+    {
+        assert!(plan.contains(said), "{said}");
+        bench.refuse(&["verify", &bench.write("other.json", &plan.replacen(said, instead, 1))], &["other.json", "program", says]);
+    }
     // A program that no longer verifies: `run` refuses it, `verify` answers no.
     let line = plan.lines().find(|l| l.contains("all_reduce") || l.contains("reduce_scatter")).expect("two ranks communicate");
     let broken = plan.replacen(&format!("{line}\n"), "", 1);

@@ -137,7 +137,9 @@ fn drive(gpu: &mut Gpu, stand_in: &Library) {
     assert_eq!(gpu.split(0, None).unwrap(), None);
     let part = gpu.split(1, Some(&[0])).unwrap().unwrap();
     let from = |at: u64| Address(device.0 + at);
-    for primitive in [Primitive::AllReduce(Reduction::Sum), Primitive::ReduceScatter(Reduction::Max), Primitive::AllGather, Primitive::AllToAll] {
+    for primitive in
+        [Primitive::AllReduce(Reduction::Sum), Primitive::ReduceScatter(Reduction::Max), Primitive::AllGather, Primitive::AllToAll, Primitive::Shift]
+    {
         gpu.exchange(part, Exchange { primitive, elems: 1, dtype: DType::F32, from: from(512), to: from(2048) }, stream).unwrap();
         assert_eq!(read(gpu, 2048), (1.0 / (4.0 + 1e-6)) as f32);
         gpu.zero(from(2048), 4, stream).unwrap();

@@ -3,7 +3,7 @@
 mod common;
 
 use dplan::planfile::PlanFile;
-use dplan::runtime::cuda::fuse::{Buffers, Chain};
+use dplan::runtime::cuda::fuse::{Buffers, Chain, touched};
 use dplan::runtime::cuda::load::{Action, load};
 use dplan::runtime::view::View;
 use dplan_ir::entity::{EventId, SegmentId};
@@ -11,6 +11,7 @@ use dplan_ir::op::{Activation, Op};
 use dplan_ir::optimizer::DecayGroups;
 use dplan_ir::program::{Content, Instr, Issue, Program, SegmentKind, Stream, Write};
 use dplan_kernels::cuda::arch::Arch;
+use dplan_kernels::cuda::rows::Held;
 use dplan_kernels::cuda::{Tail, Target};
 
 /// A model with biases and an activation that is not gated, which is computed again on the way back.
@@ -58,7 +59,8 @@ fn biases_activations_and_sums_follow_their_products() {
         assert!(back.iter().any(|t| t.contains(&Tail::Add)), "{back:?}");
         // There is a kernel for each of them.
         let code = load(&file.graph, &file.program, 0, 0, DecayGroups::All, Target::of(Arch::Sm80)).unwrap();
-        let within = code.segments.iter().flatten().filter(|(_, action)| matches!(action, Action::Within(_))).count();
+        let placed = || code.segments.iter().flat_map(|s| s.iter().enumerate());
+        let within = placed().filter(|(at, (_, action))| matches!(action, Action::Within(to) if to > at)).count();
         let all: usize = file.program.stages[0]
             .segments
             .ids()
@@ -108,6 +110,7 @@ fn what_somebody_else_would_see_is_left_alone() {
         ),
         ("an operand that is written between", 0, Box::new(|p| insert(p, bias, compute(Instr::Zero { dst: operands[0] })))),
         ("streams that are told that the product is over", 0, Box::new(|p| insert(p, bias, compute(Instr::Record(EventId(0)))))),
+        ("streams that the product would wait for", 0, Box::new(|p| insert(p, bias, compute(Instr::Wait(EventId(0)))))),
         ("streams that are told before the sum", 1, Box::new(|p| insert(p, sum, compute(Instr::Record(EventId(0)))))),
         (
             "a product that is added to what was there",
@@ -139,9 +142,101 @@ fn what_somebody_else_would_see_is_left_alone() {
     // What changes nothing for the chain changes nothing.
     let mut program = file.program.clone();
     insert(&mut program, bias, issue(Stream::Comm, Instr::Record(EventId(0))));
-    insert(&mut program, bias, compute(Instr::Wait(EventId(0))));
+    insert(&mut program, product, compute(Instr::Wait(EventId(0))));
     let (_, found) = chains(&file, &program, SegmentKind::Forward);
     assert_eq!(tails(&found), tails(&sound));
     assert!(matches!(file.program.stages[0].buffers[result].content, Content::Value { .. }));
     assert!(matches!(file.graph.nodes[run(&file.program, product).0].op, Op::Einsum(_)));
+}
+
+/// The row chains of a segment, as the names of their ops' kinds; and where they are.
+fn rows(file: &PlanFile, program: &Program, kind: SegmentKind) -> (SegmentId, Vec<Vec<usize>>) {
+    let view = View { graph: &file.graph, program, stage: 0, local_rank: 0 };
+    let (segment, _) = program.stages[0].segments.iter().find(|(_, s)| s.kind == kind).unwrap();
+    let buffers = Buffers::new(&view);
+    let moved = buffers
+        .chains(segment)
+        .iter()
+        .flat_map(|c| c.steps.iter().map(|s| s.at).chain([c.product]).map(|at| (at, c.steps[c.steps.len() - 1].at)).collect::<Vec<_>>())
+        .collect();
+    (segment, buffers.row_chains(segment, &moved))
+}
+
+fn ops<'a>(file: &'a PlanFile, segment: SegmentId, chain: &[usize]) -> Vec<&'a Op> {
+    let body = &file.program.stages[0].segments[segment].body;
+    let node = |at: &usize| if let Instr::Run { node, .. } = body[*at].instr { &file.graph.nodes[node].op } else { panic!("no op") };
+    chain.iter().map(node).collect()
+}
+
+#[test]
+fn what_goes_on_along_rows_is_one_kernel() {
+    let file = gpt2("fuse_rows", "dp=1,recompute=none", 1);
+    let (segment, back) = rows(&file, &file.program, SegmentKind::BackwardLast);
+    let found: Vec<Vec<&Op>> = back.iter().map(|c| ops(&file, segment, c)).collect();
+    println!("{found:?}");
+    // Each block has two norms on the way back, each followed by the sum with the residual stream.
+    let sums = found.iter().filter(|c| matches!(c[..], [Op::LayerNormGradInput { .. }, Op::Add])).count();
+    assert_eq!(sums, 4, "{found:?}");
+    // There is a kernel for each; what the sum alone reads is not stored.
+    let code = load(&file.graph, &file.program, 0, 0, DecayGroups::All, Target::of(Arch::Sm80)).unwrap();
+    for chain in back.iter().filter(|c| c.len() == 2) {
+        let actions = &code.segments[segment.0 as usize];
+        assert!(matches!(&actions[chain[0]].1, Action::Run { routine, .. } if routine.launches[0].entry == "dp_rows"));
+        assert_eq!(actions[chain[1]].1, Action::Within(chain[0]));
+    }
+    let norm = back.iter().zip(&found).find(|(_, ops)| matches!(ops[..], [Op::LayerNormGradInput { .. }, Op::Add])).unwrap().0;
+    let Action::Run { ins, outs, .. } = &code.segments[segment.0 as usize][norm[0]].1 else { panic!("no kernel") };
+    assert!(ins.len() == 4 && (1..=2).contains(&outs.len()), "{} operands, {} results", ins.len(), outs.len());
+}
+
+/// Whoever stands between two ops and would see that the second is done sooner, one at a time.
+#[test]
+fn what_would_be_seen_is_not_done_sooner() {
+    let file = gpt2("fuse_sooner", "dp=1,recompute=none", 1);
+    let (segment, sound) = rows(&file, &file.program, SegmentKind::BackwardLast);
+    let chain = sound.iter().find(|c| matches!(ops(&file, segment, c)[..], [Op::LayerNormGradInput { .. }, Op::Add])).unwrap();
+    let (norm, sum) = (chain[0], chain[1]);
+    let run = |at: usize| match &file.program.stages[0].segments[segment].body[at].instr {
+        Instr::Run { ins, outs, .. } => (ins.clone(), outs[0]),
+        other => panic!("{other:?}"),
+    };
+    let ((_, slope), (read, total)) = (run(norm), run(sum));
+    let other = *read.iter().find(|&&b| b != slope).unwrap();
+    let compute = |instr| Issue { stream: Stream::Compute, instr };
+    let insert = |program: &mut Program, instr: Issue| program.stages[0].segments[segment].body.insert(sum, instr);
+    let joins = |program: &Program| {
+        let (_, found) = rows(&file, program, SegmentKind::BackwardLast);
+        found.iter().any(|c| c[0] == norm && c.len() == 2)
+    };
+    assert!(joins(&file.program));
+    let damages: Vec<(&str, bool, Box<dyn Fn(&mut Program)>)> = vec![
+        ("a wait for another stream", false, Box::new(|p| insert(p, compute(Instr::Wait(EventId(0)))))),
+        ("its operand is written between", false, Box::new(|p| insert(p, compute(Instr::Zero { dst: other })))),
+        ("the norm's result is written between", false, Box::new(|p| insert(p, compute(Instr::Zero { dst: slope })))),
+        ("its result's bytes are read between", false, Box::new(|p| insert(p, compute(Instr::AddInto { src: total, dst: slope })))),
+        (
+            "its result lies over an operand of the norm",
+            false,
+            Box::new(|p| p.stages[0].buffers[total].offset = p.stages[0].buffers[run(norm).0[0]].offset),
+        ),
+        ("it is on another stream", false, Box::new(|p| p.stages[0].segments[segment].body[sum].stream = Stream::Comm)),
+        ("another stream writes it", true, Box::new(|p| insert(p, Issue { stream: Stream::Comm, instr: Instr::Zero { dst: other } }))),
+        ("streams are told that what is between is over", true, Box::new(|p| insert(p, compute(Instr::Record(EventId(0)))))),
+    ];
+    for (what, still, damage) in damages {
+        let mut program = file.program.clone();
+        damage(&mut program);
+        assert_eq!(joins(&program), still, "{what}");
+    }
+    // A second reader of what the norm makes finds it.
+    let mut program = file.program.clone();
+    program.stages[0].segments[segment].body.insert(sum + 1, compute(Instr::AddInto { src: slope, dst: total }));
+    let view = View { graph: &file.graph, program: &program, stage: 0, local_rank: 0 };
+    let body = &program.stages[0].segments[segment].body;
+    let held = |body: &[Issue]| {
+        let (values, _) = Buffers::new(&view).row_values(&touched(body), body, &[norm, sum]);
+        values.into_iter().find(|v| v.0 == slope).unwrap().1
+    };
+    assert_eq!(held(body), Held::Stored);
+    assert_eq!(held(&file.program.stages[0].segments[segment].body), Held::Kept);
 }

@@ -116,6 +116,9 @@ fn products_meet_the_reference() {
             let sum: f64 = (0..k).map(|d| x.get(w * step_a + i * a[0] + d * a[1]) * y.get(w * step_b + d * b[0] + j * b[1])).sum();
             let at = w * step_c + i * c[0] + j * c[1];
             let start = if write == Write::Add { before[at as usize] } else { 0.0 };
+            let added = bias.get(j).abs() + plus.get(at).abs() + before[at as usize].abs();
+            let terms: f64 =
+                (0..k).map(|d| (x.get(w * step_a + i * a[0] + d * a[1]) * y.get(w * step_b + d * b[0] + j * b[1])).abs()).sum::<f64>() + added;
             let sum = tails.iter().fold(sum, |x, tail| match tail {
                 Tail::Bias => x + bias.get(j),
                 Tail::Add => x + plus.get(at),
@@ -125,7 +128,7 @@ fn products_meet_the_reference() {
             let mut bytes = [0; 8];
             encode(out, sum + start, &mut bytes, 0);
             let want = decode(out, &bytes, 0);
-            let near = (to.get(at) - want).abs() <= want.abs() * 2f64.powi(-7) + 1e-6;
+            let near = (to.get(at) - want).abs() <= last_place(out, want) + terms * 16.0 * (k as f64).sqrt() * 2f64.powi(-53);
             assert!(near, "case {case} {product:?}: [{w}, {i}, {j}] is {}, not {want}", to.get(at));
             written.insert(at);
         }
@@ -141,17 +144,27 @@ fn products_meet_the_reference() {
     refuses(&path, &live);
 }
 
-/// What the library has no algorithm for is named, and given back.
+/// A unit in the last place of a number: the stand-in sums in double, so one rounding to the result's type is all that may fall to the other side.
+fn last_place(dtype: DType, value: f64) -> f64 {
+    let (digits, smallest) = match dtype {
+        DType::Bf16 => (-7, -133),
+        DType::F16 => (-10, -24),
+        DType::F32 => (-23, -149),
+        DType::F64 | DType::I32 => (-52, -1074),
+    };
+    (value.abs() * 2f64.powi(digits)).max(2f64.powi(smallest))
+}
+
+/// What the library has no algorithm for is said, and given back: its kernel computes it.
 fn refuses(path: &std::path::Path, live: &dyn Fn() -> i32) {
     let mut library = CublasLt::first(&[path.to_path_buf()]).unwrap();
     assert_eq!(library.version(), [12, 9, 1]);
     let shape = Shape { m: 3, n: 5, k: 4, z: 1, a: [4, 1], b: [1, 4], out: [5, 1], batch: [0; 3] };
     let product = |out| Matmul::new(&shape, [DType::Bf16, out], Write::Set, Alignment::Packs).unwrap();
     let before = live();
-    let error = library.describe(&product(DType::F16)).unwrap_err().to_string();
-    assert!(error.contains("cublasLtMatmulAlgoGetHeuristic") && error.contains("NOT_SUPPORTED"), "{error}");
+    assert_eq!(library.describe(&product(DType::F16)).unwrap(), None);
     assert_eq!(live(), before, "a product that failed was not given back");
-    let made = library.describe(&product(DType::F32)).unwrap();
+    let made = library.describe(&product(DType::F32)).unwrap().unwrap();
     library.forget(made);
     assert_eq!(live(), before);
     drop(library);

@@ -4,6 +4,8 @@
 //! theirs are; each call of a step is for one instruction of the program; pinned memory and files are given back, also by runs in which some call fails.
 
 mod common;
+#[path = "common/devices.rs"]
+mod devices;
 #[path = "common/explain.rs"]
 mod explain;
 #[path = "common/recording.rs"]
@@ -14,11 +16,12 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use common::{options, residual_block, scratch};
+use devices::{codes, devices, end, kernels};
 use dplan::compile::compile;
 use dplan::feed::Feed;
 use dplan::import::{ImportOptions, model_from_bytes};
 use dplan::planfile::PlanFile;
-use dplan::runtime::cuda::load::{Away, Code, load};
+use dplan::runtime::cuda::load::{Away, Code};
 use dplan::runtime::cuda::rank::Launch;
 use dplan::runtime::cuda::session::Session as Devices;
 use dplan::runtime::cuda::together::{seats, sum_of};
@@ -55,14 +58,10 @@ type Left = (Vec<[u64; 2]>, Vec<Table<ParamId, Vec<f64>>>);
 
 impl Case {
     fn codes(&self) -> Vec<Code> {
-        let ranks = self.program.mesh.ranks();
-        let code =
-            |r: u64| load(&self.graph, &self.program, (r / ranks) as usize, r % ranks, DecayGroups::All, TARGET).unwrap_or_else(|e| panic!("{e}"));
-        (0..self.program.ranks()).map(code).collect()
+        codes(&self.graph, &self.program, DecayGroups::All, TARGET)
     }
     fn devices(&self, world: &Rc<RefCell<World>>, options: &Options) -> Result<Devices<Recorder>, RuntimeError> {
-        let drivers = (0..self.program.ranks()).map(|r| (r, Recorder::new(world, r))).collect();
-        Devices::new(self.graph.clone(), self.program.clone(), drivers, options)
+        devices(&self.graph, &self.program, world, options)
     }
     fn feed(&self) -> Feed {
         Feed::new(&self.graph, None, self.batch, 1).unwrap()
@@ -160,9 +159,8 @@ fn compiled<'a>(cases: impl IntoIterator<Item = &'a Case>, test: &str) -> Option
         return None;
     }
     let codes: Vec<Code> = cases.into_iter().flat_map(Case::codes).collect();
-    let actions = codes.iter().flat_map(|c| c.segments.iter().flatten());
     let sum = sum_of(DType::F32, 1);
-    let launches = actions.flat_map(|(_, action)| action.routines()).chain([&sum]).flat_map(|r| &r.launches);
+    let launches = kernels(&codes).chain(&sum.launches);
     Some(Library::compile(&scratch(&format!("cuda_offload_{test}")), "kernels", launches).unwrap_or_else(|e| panic!("{e}")))
 }
 
@@ -276,8 +274,6 @@ fn ranks_that_share_a_device_train_alike() {
         println!("{}: {} ranks on one device, {error:e} from CPU ranks", case.name, case.program.ranks());
         assert!(error < 3e-4, "{}: {error:e} from CPU ranks", case.name);
         drop(devices);
-        let world = Rc::into_inner(world).expect("nobody else has it").into_inner();
-        assert_eq!((world.leaks(), &world.after_failure[..]), (Vec::new(), &[][..]), "{}", case.name);
-        library = world.into_library();
+        library = end(world);
     }
 }

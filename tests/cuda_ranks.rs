@@ -5,6 +5,8 @@
 //! a run in which some call fails; and after that call no other is made.
 
 mod common;
+#[path = "common/devices.rs"]
+mod devices;
 #[path = "common/explain.rs"]
 mod explain;
 #[path = "common/megatron.rs"]
@@ -18,7 +20,8 @@ use std::cell::RefCell;
 use std::rc::Rc;
 
 use common::{Tensors, distance};
-use dplan::runtime::cuda::load::{Code, load};
+use devices::{codes, devices, end, kernels};
+use dplan::runtime::cuda::load::Code;
 use dplan::runtime::cuda::rank::Launch;
 use dplan::runtime::cuda::session::Session as Devices;
 use dplan::runtime::{Batch, Options, RuntimeError, Session};
@@ -77,15 +80,12 @@ impl Model {
         let graph = oracle.graph(compute, SHAPE.dp * SHAPE.micro);
         let plan = change(megatron::plan(&graph, SHAPE, oracle.batch));
         let program = lower::lower(&graph, &plan).unwrap_or_else(|e| panic!("{e}"));
-        let ranks = program.mesh.ranks();
-        let code = |r: u64| load(&graph, &program, (r / ranks) as usize, r % ranks, decay, target).unwrap_or_else(|e| panic!("{e}"));
-        let codes = (0..program.ranks()).map(code).collect();
+        let codes = codes(&graph, &program, decay, target);
         Some(Model { name, oracle, compute, graph, program, codes, target })
     }
     /// All kernels of some models as one library, in a folder of its own.
     fn compile(models: &[Model], test: &str) -> Library {
-        let actions = models.iter().flat_map(|m| &m.codes).flat_map(|c| c.segments.iter().flatten());
-        let launches = actions.flat_map(|(_, action)| action.routines()).flat_map(|r| &r.launches);
+        let launches = kernels(models.iter().flat_map(|m| &m.codes));
         Library::compile(&common::scratch(&format!("cuda_ranks_{test}")), "kernels", launches).unwrap_or_else(|e| panic!("{e}"))
     }
     fn scalars(&self, step: u64, pull: f64) -> StepScalars {
@@ -105,8 +105,7 @@ impl Model {
         session
     }
     fn devices(&self, world: &Rc<RefCell<World>>, decay: DecayGroups) -> Result<Devices<Recorder>, RuntimeError> {
-        let drivers = (0..self.program.ranks()).map(|r| (r, Recorder::new(world, r))).collect();
-        Devices::new(self.graph.clone(), self.program.clone(), drivers, &Options { decay, ..Options::default() })
+        devices(&self.graph, &self.program, world, &Options { decay, ..Options::default() })
     }
 }
 
@@ -168,16 +167,14 @@ fn train_by(model: &Model, library: Library, products: Option<ByLibrary>, within
     println!("{name} {}: weights within {error:e} of CPU ranks, {} launches", model.compute, world.borrow().launched());
     assert!(error < within.weights, "{name}: {tensor} is {error:e} from that of CPU ranks");
     if let Some(products) = &world.borrow().products {
-        let asked = model.codes.iter().flat_map(|c| c.segments.iter().flatten()).flat_map(|(_, a)| a.routines()).flat_map(|r| &r.launches);
-        let (mine, all) = asked.filter(|l| l.family == Family::Gemm).fold((0, 0), |(mine, all), l| (mine + u64::from(l.instead.is_some()), all + 1));
+        let (mine, all) = kernels(&model.codes)
+            .filter(|l| l.family == Family::Gemm)
+            .fold((0, 0), |(mine, all), l| (mine + u64::from(l.instead.is_some()), all + 1));
         println!("{name}: {mine} of {all} products are for the library, which computed {}", products.multiplied);
         assert!(mine == all && products.multiplied >= within.steps * mine);
     }
     drop(devices);
-    let world = Rc::into_inner(world).expect("nobody else has it").into_inner();
-    assert_eq!(world.leaks(), Vec::<String>::new());
-    assert_eq!(world.after_failure, Vec::new());
-    world.into_library()
+    end(world)
 }
 
 /// A step's calls as they are made one by one: with a graph the second step captures them, and replays them as all later ones do.
@@ -265,17 +262,7 @@ fn llama_on_hopper_comes_close_to_pytorch() {
     const HOPPER: Target = Target { tiles: TILES.split_at(2).0, ..Target::of(Arch::Sm90a) };
     let models = models(&[("llama", DType::Bf16)], DecayGroups::All, HOPPER);
     if let [model] = &models[..] {
-        let launches = |c: &Code| {
-            c.segments
-                .iter()
-                .flatten()
-                .flat_map(|(_, a)| a.routines())
-                .flat_map(|r| &r.launches)
-                .filter(|l| l.family == Family::Gemm)
-                .map(|l| l.entry)
-                .collect::<Vec<_>>()
-        };
-        let products: Vec<&str> = model.codes.iter().flat_map(launches).collect();
+        let products: Vec<&str> = kernels(&model.codes).filter(|l| l.family == Family::Gemm).map(|l| l.entry).collect();
         let of_warpgroups = products.iter().filter(|e| **e == "dp_gemm_wgmma").count();
         println!("{of_warpgroups} of {} products by warpgroups", products.len());
         assert!(of_warpgroups * 10 >= products.len() * 9);

@@ -88,8 +88,14 @@ fn every_plan_keeps_them_apart() {
     };
     let right = losses(1, "", b'\n');
     assert_eq!(right.len(), 3);
-    for (ranks, pins) in [(2, "cp=2"), (4, "cp=2,tp=2,recompute=full"), (4, "pp=2,dp=2,zero=2,micro=1"), (4, "tp=2,dp=2,zero=3,recompute=selective")]
-    {
+    for (ranks, pins) in [
+        (2, "cp=2"),
+        (2, "cp=2,keys=ring"),
+        (4, "cp=4,keys=ring"),
+        (4, "cp=2,tp=2,recompute=full"),
+        (4, "pp=2,dp=2,zero=2,micro=1"),
+        (4, "tp=2,dp=2,zero=3,recompute=selective"),
+    ] {
         let found = losses(ranks, pins, b'\n');
         assert!(found.iter().zip(&right).all(|(x, y)| (x / y - 1.0).abs() < 1e-10), "{pins}: {found:?}, not {right:?}");
     }

@@ -101,7 +101,7 @@ fn numbers_become_the_dims_that_ops_make_of_them() {
     // Batch; two key/value heads, two queries of each; four experts; elements of query and key heads, of value heads; sequence, hidden; ffn; vocabulary.
     assert_eq!(sizes, [1, 2, 2, 4, 16, 16, 64, 64, 96, 257]);
     let rows = graph.values.values().find(|v| v.name == "rows").unwrap();
-    assert_eq!(rows.ty.layout, Layout::TopK { k: 2 });
+    assert_eq!(rows.ty.layout, Layout::TopK { k: 2, capacity: None });
     assert_eq!(graph.layer_count(), 4);
 }
 

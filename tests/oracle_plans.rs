@@ -110,6 +110,20 @@ fn mixtral_trains_as_in_pytorch() {
     check("mixtral");
 }
 
+/// Gradients that get to their sum in several steps or by way of servers, and ranks that are nested otherwise.
+#[test]
+fn sums_in_steps_and_other_nestings_train_as_in_pytorch() {
+    let plans = [
+        ("dp4 zero0 hierarchical", 4, "dp=4,tp=1,pp=1,zero=0,sync=hierarchical:2"),
+        ("dp4 zero3 hierarchical", 4, "dp=4,tp=1,pp=1,zero=3,sync=hierarchical:2"),
+        ("dp8 zero1 tree", 8, "dp=8,tp=1,pp=1,zero=1,sync=tree"),
+        ("dp2 cp2 tp2 zero2 tree", 8, "dp=2,cp=2,tp=2,pp=1,zero=2,sync=tree,map=tp.cp.dp"),
+        ("dp4 zero1 server", 4, "dp=4,tp=1,pp=1,zero=1,sync=server"),
+        ("dp2 tp2 zero0 server", 4, "dp=2,tp=2,pp=1,zero=0,sync=server,map=tp.dp"),
+    ];
+    check_under("llama-tied", &plans, &EXACT);
+}
+
 /// How far rounding for the exchange alone goes: two to three thousandths of a gradient.
 #[test]
 fn gradients_on_a_wire_in_bf16_come_as_close_as_that_allows() {

@@ -30,6 +30,10 @@ impl Instr {
                 on(*src, Access::Read);
                 on(*dst, Access::Write);
             }
+            Instr::Join { left, right, dst, .. } => {
+                left.iter().chain(right).for_each(|&b| on(b, Access::Read));
+                dst.iter().for_each(|&b| on(b, Access::Write));
+            }
             Instr::TrustSums { state, grad, moments, scale, dst } => {
                 [state, grad].into_iter().chain(moments).chain(scale).for_each(|&b| on(b, Access::Read));
                 on(*dst, Access::Write);

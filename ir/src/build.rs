@@ -1,8 +1,9 @@
 //! Building a forward graph, one node at a time, with inferred types.
 
+use crate::capacity;
 use crate::dtype::DType;
 use crate::entity::{DimId, NodeId, ValueId};
-use crate::graph::{Def, Dim, Graph, Init, Layout, Node, Param, Phase, Piece, Type, Value};
+use crate::graph::{Def, Dim, Graph, Init, Node, Param, Phase, Piece, Type, Value};
 use crate::infer;
 use crate::op::Op;
 
@@ -42,10 +43,9 @@ impl Builder {
         let types: Vec<&Type> = inputs.iter().map(|&v| &self.graph.values[v].ty).collect();
         let mut results = infer::results(&op, &types).map_err(|why| format!("`{name}`: {why}"))?;
         if op == Op::Dispatch
-            && let Some(NodeId(gate)) = self.graph.producer(inputs[1])
-            && let Op::TopKGate(router) = self.graph.nodes[NodeId(gate)].op
+            && let Some(layout) = capacity::layout_of(&self.graph, inputs[1])
         {
-            results[0].layout = Layout::TopK { k: router.k };
+            results[0].layout = layout;
         }
         Ok(self.typed_node(name, op, inputs, results, Phase::Forward, None))
     }

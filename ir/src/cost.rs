@@ -53,8 +53,8 @@ pub fn op_cost(op: &Op, ins: &[&LocalType], outs: &[&LocalType]) -> OpCost {
             let (m, n, k, batch) = (role(true, false, true), role(false, true, true), role(true, true, false), role(true, true, true));
             // Routed products touch k of all experts for each token, so each expert sees that share of the tokens.
             let (m, k) = match routed(ins, outs) {
-                Some((chosen, experts)) => {
-                    let share = |tokens: u64| tokens.saturating_mul(chosen.min(experts)).div_ceil(experts.max(1));
+                Some((chosen, experts, most)) => {
+                    let share = |tokens: u64| tokens.saturating_mul(chosen.min(experts)).div_ceil(experts.max(1)).min(most);
                     if spec.out.contains('b') { (share(m), k) } else { (m, share(k)) }
                 }
                 None => (m, k),
@@ -87,6 +87,7 @@ pub fn op_cost(op: &Op, ins: &[&LocalType], outs: &[&LocalType]) -> OpCost {
         Op::SinkGrad => vector(3),
         Op::Append | Op::AppendGradHead | Op::AppendGradTail | Op::CorrectionGrad => vector(1),
         Op::TopKGate(_) | Op::TopKGateGrad(_) => vector(10),
+        Op::Capacity { .. } => vector(1),
         Op::AddExpertBias | Op::ExpertBiasGrad => vector(1),
         Op::Dispatch | Op::Undispatch | Op::Combine | Op::CombineGradRows | Op::CombineGradGate => vector(2),
     }
@@ -127,6 +128,7 @@ pub fn is_cheap(op: &Op) -> bool {
         | Op::MeanGrad
         | Op::TopKGate(_)
         | Op::TopKGateGrad(_)
+        | Op::Capacity { .. }
         | Op::CorrectionGrad
         | Op::Dispatch
         | Op::Undispatch
@@ -149,10 +151,10 @@ pub fn workspace_bytes(op: &Op, ins: &[&LocalType]) -> u64 {
     }
 }
 
-/// `(k, experts of all ranks)` if any block is in top-k layout.
-fn routed(ins: &[&LocalType], outs: &[&LocalType]) -> Option<(u64, u64)> {
+/// `(k, experts of all ranks, most rows of one expert)` if any block is in top-k layout.
+fn routed(ins: &[&LocalType], outs: &[&LocalType]) -> Option<(u64, u64, u64)> {
     ins.iter().chain(outs).find_map(|t| match t.layout {
-        Layout::TopK { k } => Some((k, t.experts)),
+        Layout::TopK { k, capacity } => Some((k, t.experts, t.rows_of_one(capacity))),
         Layout::Dense => None,
     })
 }

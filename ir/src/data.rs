@@ -2,7 +2,8 @@
 //!
 //! Data axes ([`Mesh::data`]) split what a step is fed with, the same way for every op:
 //! - `dp` and `ep` split the batch dim;
-//! - `cp` splits the sequence dim, wherever the op lets it: the keys of an attention are another factor than its queries and stay whole;
+//! - `cp` splits the sequence dim, wherever the op lets it: the keys of an attention are another factor than its queries and stay whole, or, along an axis `ring`, go round
+//!   ([`crate::ring`]);
 //! - of an op on the rows of experts ([`experts`]), `ep` splits the experts instead: its tokens are gathered over `ep`, each rank routes those that its own
 //!   experts get, and their contributions are summed and scattered back. Packed rows never travel.
 //!
@@ -12,7 +13,7 @@ use crate::entity::{DimId, ValueId};
 use crate::extent::node_rule;
 use crate::graph::{Graph, Layout, Node};
 use crate::mesh::{AxisSet, Mesh};
-use crate::rule::{Assignment, Label, Rule, Split};
+use crate::rule::{Assignment, Blockwise, Label, Rule, Split};
 
 /// The factors of `node` that the mesh's data axes split.
 pub fn data_split(graph: &Graph, node: &Node, rule: &Rule, mesh: &Mesh) -> Assignment {
@@ -27,6 +28,12 @@ pub fn data_split(graph: &Graph, node: &Node, rule: &Rule, mesh: &Mesh) -> Assig
         if let Some(label) = dim.and_then(|dim| labels(graph, node, rule, dim).find(free)) {
             split.assign(label, axes);
         }
+    }
+    if let (Some(dim), Some(Blockwise { queries, keys })) = (graph.sequence, rule.blockwise)
+        && split.axes(queries).includes(mesh.ring())
+        && labels(graph, node, rule, dim).any(|label| label == keys)
+    {
+        split.assign(keys, mesh.ring());
     }
     split
 }

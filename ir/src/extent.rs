@@ -56,6 +56,8 @@ pub struct OpContext {
     pub draws: Draws,
     /// How positions lie along the sequence.
     pub order: Order,
+    /// The turn of the ring that its keys are in, 0 if they are in none: what counts once for all of them, as sinks do, counts in the first.
+    pub turn: u64,
 }
 
 impl OpContext {
@@ -100,11 +102,14 @@ pub fn context(graph: &Graph, node: &Node, ins: &[&Sharding], outs: &[&Sharding]
             if extents.iter().all(|(l, _)| *l != label) {
                 let axes = sharding.dims[at];
                 let len = seat.padded.size(dim) / seat.mesh.size(axes);
-                extents.push((label, Extent { start: seat.mesh.position(seat.local_rank, axes) * len, len, logical: graph.size(dim) }));
+                // In a ring, the block of another rank.
+                let whose = sharding.ring.map_or(seat.local_rank, |ring| seat.mesh.before(seat.local_rank, ring.axes, ring.turn));
+                extents.push((label, Extent { start: seat.mesh.position(whose, axes) * len, len, logical: graph.size(dim) }));
             }
         }
     }
-    OpContext { extents, inv_tokens, loss_scale: 1.0, node: node.origin, draws: Draws::default(), order: graph.order }
+    let turn = ins.iter().filter_map(|s| s.ring).map(|ring| ring.turn).max().unwrap_or(0);
+    OpContext { extents, inv_tokens, loss_scale: 1.0, node: node.origin, draws: Draws::default(), order: graph.order, turn }
 }
 
 /// The context of `node` on one device that holds everything.

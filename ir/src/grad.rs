@@ -15,7 +15,7 @@
 
 use crate::entity::{NodeId, ParamId, Table, ValueId};
 use crate::graph::{Def, Graph, Node, Phase, Type, Value};
-use crate::op::{Attention, Correction, Documents, Op, Rope, Rotation, Spec};
+use crate::op::{Activation, Attention, Correction, Documents, Op, Rope, Rotation, Spec};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Why a graph has no derivative.
@@ -139,6 +139,7 @@ fn has_derivative(op: &Op, at: usize) -> bool {
         | Op::AppendGradTail
         | Op::TopKGate(_)
         | Op::TopKGateGrad(_)
+        | Op::Capacity { .. }
         | Op::CorrectionGrad
         | Op::Combine
         | Op::CombineGradRows
@@ -263,6 +264,8 @@ impl Backward {
                     self.emit(id, Op::CorrectionGrad, &[dy], &[1]);
                 }
             }
+            // One where the result is positive, and zero where it is zero.
+            Op::Capacity { .. } => self.emit(id, Op::ActGrad(Activation::Relu), &[y(0), dy], &[0]),
             Op::AddExpertBias => {
                 self.pass(id, 0, dy);
                 self.emit(id, Op::ExpertBiasGrad, &[dy, x(2)], &[1]);

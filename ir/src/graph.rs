@@ -32,9 +32,10 @@ pub enum Layout {
     /// Row-major.
     Dense,
     /// Logically `[batch, seq, expert, …]`, zero but for at most `k` experts of each token. Only the rows that are not zero are stored, sorted by (expert,
-    /// batch, seq), in a buffer of `tokens × min(k, experts)` rows: no token is ever dropped. Which rows are not zero is read from the gate value
-    /// that every op on such a value takes as its last operand; rows past the last used one are zero.
-    TopK { k: u64 },
+    /// batch, seq), in a buffer that has room for whatever a router chooses: `tokens × min(k, experts)` rows, or fewer where experts take no more than a
+    /// `capacity` of tokens of each sequence ([`crate::capacity`]). Which rows are not zero is read from the gate value that every op on such a value takes
+    /// as its last operand; rows past the last used one are zero.
+    TopK { k: u64, capacity: Option<u64> },
 }
 
 /// Element type, dims and layout of a value.

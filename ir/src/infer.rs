@@ -19,7 +19,7 @@ pub fn arity(op: &Op) -> (usize, usize) {
     match op {
         Op::MeanGrad => (0, 1),
         Op::SumLeading { .. } | Op::Neg | Op::Dropout { .. } | Op::Act(_) | Op::Rope(_) | Op::AddPositionGrad | Op::Mean => (1, 1),
-        Op::AppendGradHead | Op::AppendGradTail | Op::CorrectionGrad => (1, 1),
+        Op::AppendGradHead | Op::AppendGradTail | Op::CorrectionGrad | Op::Capacity { .. } => (1, 1),
         Op::TopKGate(router) => match router.correction {
             Correction::No => (1, 1),
             Correction::Added => (2, 1),
@@ -94,6 +94,7 @@ pub fn results(op: &Op, ins: &[&Type]) -> Result<Vec<Type>, String> {
         | Op::AddPosition
         | Op::TopKGate(_)
         | Op::TopKGateGrad(_)
+        | Op::Capacity { .. }
         | Op::AddExpertBias
         | Op::CeStatsGrad => vec![like(0)],
         Op::GatedGrad(_) | Op::AttentionGrad(_) => (0..arity(op).1).map(like).collect(),
@@ -211,7 +212,7 @@ fn ranks(op: &Op, ins: &[&Type]) -> Result<(), String> {
         Op::EmbedGrad => &[(0, 2..=2), (1, 3..=3)],
         Op::AddPosition => &[(0, 3..=3), (1, 2..=2)],
         Op::AddPositionGrad => &[(0, 3..=3)],
-        Op::TopKGate(_) | Op::TopKGateGrad(_) | Op::CorrectionGrad => &[(0, 3..=3)],
+        Op::TopKGate(_) | Op::TopKGateGrad(_) | Op::CorrectionGrad | Op::Capacity { .. } => &[(0, 3..=3)],
         Op::Dispatch | Op::CombineGradRows | Op::CombineGradGate => &[(0, 3..=3)],
         Op::Undispatch | Op::Combine => &[(0, 4..=4), (1, 3..=3)],
         Op::RmsNormGradWeight { .. }
@@ -237,7 +238,7 @@ fn spell(out: &str, operands: &[(&String, &Type)]) -> Result<Vec<DimId>, String>
     out.chars().map(|l| find(l).ok_or_else(|| format!("`{l}` is in no operand"))).collect()
 }
 
-/// The top-k layout of routed operands; for `Dispatch` (whose operands are dense) the gate's own `k` is not in its type, so the builder sets it.
+/// The top-k layout of routed operands; for `Dispatch` (whose operands are dense) what the gate keeps is not in its type, so the builder sets it.
 fn top_k(ins: &[&Type]) -> Result<Layout, String> {
-    Ok(ins.iter().map(|t| t.layout).find(|l| *l != Layout::Dense).unwrap_or(Layout::TopK { k: 1 }))
+    Ok(ins.iter().map(|t| t.layout).find(|l| *l != Layout::Dense).unwrap_or(Layout::TopK { k: 1, capacity: None }))
 }

@@ -334,6 +334,12 @@ pub enum Op {
     TopKGateGrad(Router),
     /// `(dgate[b,s,e]) → dbias[e] = 0`: the correction of a router changes which experts are chosen and nothing else.
     CorrectionGrad,
+    /// `(gate[b,s,e]) → gate, of which each expert keeps the first tokens of each sequence that chose it; the rest of its column is zero` ([`crate::capacity`]).
+    /// Entries of a gate are positive where they are not zero, so that the derivative is that of a ReLU, at the result.
+    Capacity {
+        /// The most tokens of one sequence that an expert takes: at least one.
+        tokens: u64,
+    },
     /// `(x[b,s,h], gate[b,s,e]) → rows[b,s,e,h] in top-k layout`.
     Dispatch,
     /// `(rows[b,s,e,h], gate) → Σ over e: [b,s,h]`. The derivative of `Dispatch`.

@@ -1,11 +1,13 @@
 //! All choices about how to train one model on one cluster. Costs are not here: they are recomputed from the choices.
 
 use crate::dtype::DType;
-use crate::mesh::{Degrees, Mesh};
+use crate::mesh::{Degrees, Keys, Mesh};
+use crate::nest::Nest;
 use crate::optimizer::Optimizer;
 use crate::pipeline::Pipeline;
 use crate::program::Space;
 use crate::rule::Assignment;
+use crate::sync::Sync;
 
 /// Order of the passes of micro-batches on a stage ([`crate::pipeline`] has the orders).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -332,6 +334,12 @@ pub struct Plan {
     /// Whether gradients are clipped by global norm: it costs a reduction, so it is part of the plan.
     pub clip: Clip,
     pub wire: Wire,
+    /// How context-parallel ranks get at each other's keys and values.
+    pub keys: Keys,
+    /// How gradients get to their sum.
+    pub sync: Sync,
+    /// Which degrees lie on which links.
+    pub nest: Nest,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -349,7 +357,7 @@ impl Plan {
         Pipeline { schedule: self.schedule, stages: self.pp(), virtual_stages: self.virtual_stages, micro_batches: self.micro_batches }
     }
     pub fn degrees(&self) -> Degrees {
-        Degrees { dp: self.dp, ep: self.ep, cp: self.cp, tp: self.tp }
+        Degrees { dp: self.dp, ep: self.ep, cp: self.cp, tp: self.tp, keys: self.keys, sync: self.sync, nest: self.nest }
     }
     /// The ranks of one stage.
     pub fn mesh(&self) -> Mesh {

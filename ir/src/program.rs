@@ -24,7 +24,8 @@
 //! (parameters, master copy, gradients, moments) are flat buffers with the same element offsets, whole or cut into equal pieces over data-parallel axes
 //! (ZeRO); piece boundaries need not respect tensors. Padding elements are zero.
 //!
-//! **Wire.** Gradients that travel in a shorter type than they are added up in do so in four steps, each an instruction:
+//! **Wire.** Gradients that travel in a shorter type than they are added up in, or to one rank that adds them up, do so in four steps, each an instruction (of which the
+//! first is left out where nothing is rounded: gradients are then exchanged from where they are):
 //!
 //! ```text
 //! cast           wire ← gradients, rounded                          all pieces of this rank's sum
@@ -248,7 +249,7 @@ pub enum Content {
     Trust {
         bucket: BucketId,
     },
-    /// Gradients of a bucket on the wire, rounded to a shorter type: those of this rank, or (of every member along `from`, in group order) the piece that is this rank's.
+    /// Gradients of a bucket on the wire, as they are or rounded to a shorter type: those of this rank, or (of every member along `from`, in group order) the piece that is this rank's.
     Wire {
         bucket: BucketId,
         from: AxisSet,
@@ -365,16 +366,19 @@ pub enum Pattern {
     AllGather,
     /// The `dim` of the result is of every member the block that has this rank's number: of gradients on the wire.
     AllToAll,
+    /// The result is what the member before has, and that of the first what the last has: blocks go round ([`crate::ring`]).
+    Shift,
 }
 
 impl Pattern {
-    pub const ALL: [Pattern; 4] = [Pattern::AllReduce, Pattern::ReduceScatter, Pattern::AllGather, Pattern::AllToAll];
+    pub const ALL: [Pattern; 5] = [Pattern::AllReduce, Pattern::ReduceScatter, Pattern::AllGather, Pattern::AllToAll, Pattern::Shift];
     pub fn name(self) -> &'static str {
         match self {
             Pattern::AllReduce => "all_reduce",
             Pattern::ReduceScatter => "reduce_scatter",
             Pattern::AllGather => "all_gather",
             Pattern::AllToAll => "all_to_all",
+            Pattern::Shift => "shift",
         }
     }
     pub fn from_name(name: &str) -> Option<Pattern> {
@@ -384,7 +388,7 @@ impl Pattern {
     pub fn reduces(self) -> bool {
         match self {
             Pattern::AllReduce | Pattern::ReduceScatter => true,
-            Pattern::AllGather | Pattern::AllToAll => false,
+            Pattern::AllGather | Pattern::AllToAll | Pattern::Shift => false,
         }
     }
 }
@@ -445,6 +449,14 @@ pub enum Instr {
     AddInto {
         src: BufferId,
         dst: BufferId,
+    },
+    /// dst ← left joined with right: parts of the same values that are made of different pairs of blocks ([`crate::ring`]), which may be where `left` is. By
+    /// `Sum` any number of values, by `LogSumExp` the results (o, lse) of an attention.
+    Join {
+        monoid: Monoid,
+        left: Vec<BufferId>,
+        right: Vec<BufferId>,
+        dst: Vec<BufferId>,
     },
     /// dst ← src, rounded: whole gradients to the wire.
     Cast {

@@ -35,6 +35,9 @@ impl Step {
     /// # Errors
     /// A sentence that names what was expected of `from`.
     pub fn apply(&self, from: &Sharding) -> Result<Sharding, String> {
+        if from.ring.is_some() {
+            return Err("a part of a ring is handed on or joined, nothing else".into());
+        }
         let mut to = from.clone();
         let reduces = |axes: AxisSet, monoid: Monoid| {
             if !from.partial.includes(axes) {

@@ -42,6 +42,17 @@ pub struct Rule {
     pub outs: Vec<(Vec<Label>, Monoid)>,
     /// `Add`: operands that wait for the same reduction may be added as they are.
     pub linear: Linear,
+    /// Factors whose blocks may meet one pair after another.
+    pub blockwise: Option<Blockwise>,
+}
+
+/// Two factors of which an op sees every pair of elements, and makes the same of all pairs whether it sees them at once or block by block. The keys' factor must be whole; but
+/// where both are split by the same axes, blocks of what has it may go round among the ranks along them ([`crate::ring`]): then the op runs once for each turn, and the results
+/// of its runs are joined by the monoids of its results.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Blockwise {
+    pub queries: Label,
+    pub keys: Label,
 }
 
 /// Whether an op commutes with a pending sum of its operands.
@@ -92,6 +103,13 @@ pub struct Placement {
 impl Rule {
     pub fn factor(&self, label: Label) -> Option<&Factor> {
         self.factors.iter().find(|f| f.label == label)
+    }
+
+    /// The axes along which blocks of keys go round under `assignment`, which gives them to both factors of [`Rule::blockwise`]; none where it does not.
+    pub fn goes_round(&self, assignment: &Assignment) -> AxisSet {
+        let Some(Blockwise { queries, keys }) = self.blockwise else { return AxisSet::EMPTY };
+        let axes = assignment.axes(keys);
+        if assignment.axes(queries).includes(axes) { axes } else { AxisSet::EMPTY }
     }
 
     /// The shardings that `assignment` gives operands and results.
@@ -165,13 +183,18 @@ pub fn rule(op: &Op, in_ranks: &[usize], out_ranks: &[usize]) -> Rule {
                 }
             })
         }
-        Op::Attention(a) => fixed(&masked(a, &["bsgrd", "btgd", "btge"]), &["bsgre", "bsgr"], &attention_split),
-        Op::AttentionSink(a) => fixed(&masked(a, &["bsgrd", "btgd", "btge", "gr"]), &["bsgre", "bsgr"], &attention_split),
+        Op::Attention(a) => attended(fixed(&masked(a, &["bsgrd", "btgd", "btge"]), &["bsgre", "bsgr"], &attention_split), Monoid::LogSumExp),
+        Op::AttentionSink(a) => {
+            attended(fixed(&masked(a, &["bsgrd", "btgd", "btge", "gr"]), &["bsgre", "bsgr"], &attention_split), Monoid::LogSumExp)
+        }
         Op::SinkGrad => fixed(&["gr", "bsgre", "bsgr", "bsgre"], &["gr"], &attention_split),
         Op::Append => fixed(&["btgn", "btm"], &["btgd"], &append_split),
         Op::AppendGradHead => fixed(&["btgd"], &["btgn"], &append_split),
         Op::AppendGradTail => fixed(&["btgd"], &["btm"], &append_split),
-        Op::AttentionGrad(a) => fixed(&masked(a, &["bsgrd", "btgd", "btge", "bsgre", "bsgr", "bsgre"]), &["bsgrd", "btgd", "btge"], &attention_split),
+        Op::AttentionGrad(a) => {
+            let rule = fixed(&masked(a, &["bsgrd", "btgd", "btge", "bsgre", "bsgr", "bsgre"]), &["bsgrd", "btgd", "btge"], &attention_split);
+            attended(rule, Monoid::Sum)
+        }
         Op::Embed => fixed(&["vh", "bs"], &["bsh"], &tokens_exact),
         Op::EmbedGrad => fixed(&["bs", "bsh"], &["vh"], &tokens_exact),
         Op::AddPosition => fixed(&["bsh", "ph"], &["bsh"], &position_split),
@@ -195,6 +218,12 @@ pub fn rule(op: &Op, in_ranks: &[usize], out_ranks: &[usize]) -> Rule {
         },
         Op::CorrectionGrad => fixed(&["bse"], &["e"], &|l| if l == 'e' { Whole } else { Exact }),
         Op::TopKGateGrad(_) => fixed(&["bse", "bse", "bse"], &["bse"], &|l| if l == 'e' { Whole } else { Exact }),
+        // Who is first of a sequence can only be told of all of it.
+        Op::Capacity { .. } => fixed(&["bse"], &["bse"], &|l| match l {
+            's' => Whole,
+            'b' => Exact,
+            _ => Free,
+        }),
         Op::Dispatch | Op::CombineGradRows => fixed(&["bsh", "bse"], &["bseh"], &tokens_exact),
         Op::Undispatch | Op::Combine => fixed(&["bseh", "bse"], &["bsh"], &tokens_exact),
         Op::ExpertEinsum(spec) => fixed(&[&spec.left, &spec.right, "bse"], &[&spec.out], &tokens_exact),
@@ -208,6 +237,12 @@ pub fn rule(op: &Op, in_ranks: &[usize], out_ranks: &[usize]) -> Rule {
 fn masked(attention: &Attention, others: &[&'static str]) -> Vec<&'static str> {
     let first = (attention.mask.documents == Documents::Apart).then_some("bs");
     others.iter().copied().chain(first).collect()
+}
+
+/// An attention, whose results of some keys each are joined by `monoid`: as the pair (o, lse), or by sum.
+fn attended(mut rule: Rule, monoid: Monoid) -> Rule {
+    rule.outs.iter_mut().for_each(|out| out.1 = monoid);
+    Rule { blockwise: Some(Blockwise { queries: 's', keys: 't' }), ..rule }
 }
 
 /// Query and key sequences are different factors; a softmax needs all its keys.
@@ -260,5 +295,11 @@ fn build(ins: &[String], outs: &[String], split: impl Fn(Label) -> Split) -> Rul
         }
     }
     let letters = |s: &String| s.chars().collect::<Vec<_>>();
-    Rule { factors, ins: ins.iter().map(letters).collect(), outs: outs.iter().map(|s| (letters(s), Monoid::Sum)).collect(), linear: Linear::No }
+    Rule {
+        factors,
+        ins: ins.iter().map(letters).collect(),
+        outs: outs.iter().map(|s| (letters(s), Monoid::Sum)).collect(),
+        linear: Linear::No,
+        blockwise: None,
+    }
 }

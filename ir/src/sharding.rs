@@ -2,7 +2,7 @@
 //!
 //! `Sharding { dims, partial }`: each dim names the axes that cut it into equal blocks (mesh order, major first); an axis is used at most once in a
 //! value; axes not named replicate. `partial` is a pending reduction: the value is the reduction of what the ranks along those axes hold, and it may
-//! not be read as if it were whole.
+//! not be read as if it were whole. `ring` is there while a value goes round among ranks, or is not yet made of all of its blocks ([`crate::ring`]).
 //!
 //! Sizes that an axis does not divide are *padded*: the graph's dim keeps its logical size, [`Padded`] holds the size used on the machine. Padding is
 //! the same for every value that has the dim, so no reshard ever changes it. Padding elements are a fixed point of training (DESIGN: zero weights).
@@ -10,6 +10,7 @@
 use crate::entity::{DimId, Table};
 use crate::graph::{Layout, Type};
 use crate::mesh::{AxisSet, Mesh};
+use crate::ring::Ring;
 
 /// The reduction a partial value is waiting for.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -42,19 +43,25 @@ pub struct Sharding {
     pub partial: AxisSet,
     /// Meaningful only where `partial` is not empty; `Sum` otherwise, so equal shardings compare equal.
     pub monoid: Monoid,
+    /// Whose block it is and what is in it, where that is not its own and all.
+    pub ring: Option<Ring>,
 }
 
 impl Sharding {
     pub fn replicated(rank: usize) -> Sharding {
-        Sharding { dims: vec![AxisSet::EMPTY; rank], partial: AxisSet::EMPTY, monoid: Monoid::Sum }
+        Sharding::of_dims(vec![AxisSet::EMPTY; rank])
     }
     pub fn of_dims(dims: Vec<AxisSet>) -> Sharding {
-        Sharding { dims, partial: AxisSet::EMPTY, monoid: Monoid::Sum }
+        Sharding { dims, partial: AxisSet::EMPTY, monoid: Monoid::Sum, ring: None }
     }
     pub fn with_partial(mut self, monoid: Monoid, axes: AxisSet) -> Sharding {
         self.partial = axes;
         self.monoid = if axes.is_empty() { Monoid::Sum } else { monoid };
         self
+    }
+    /// The same in a ring, if it is still in one.
+    pub fn in_ring(self, ring: Option<Ring>) -> Sharding {
+        Sharding { ring: ring.and_then(Ring::settled), ..self }
     }
     /// The same placement with its pending reduction done.
     pub fn whole(&self) -> Sharding {
@@ -100,25 +107,37 @@ impl LocalType {
     pub fn used_elems(&self) -> u64 {
         match self.layout {
             Layout::Dense => self.elems(),
-            Layout::TopK { k } => {
+            Layout::TopK { k, capacity } => {
                 let chosen = product(&[self.dims[0], self.dims[1], k.min(self.experts), self.dims[2]]);
-                chosen.div_ceil(self.experts.max(1)).saturating_mul(product(&self.dims[3..]))
+                let kept = chosen.div_ceil(self.experts.max(1)).min(self.rows_of_one(capacity).saturating_mul(self.dims[2]));
+                kept.saturating_mul(product(&self.dims[3..]))
             }
         }
     }
-    /// Elements stored. A top-k value stores `tokens × min(k, experts)` rows, sorted by expert.
+    /// Elements stored. A top-k value stores as many rows as a router can choose, sorted by expert.
     pub fn elems(&self) -> u64 {
         match self.layout {
             Layout::Dense => product(&self.dims),
-            Layout::TopK { k } => self.rows(k).saturating_mul(product(&self.dims[3..])),
+            Layout::TopK { k, capacity } => rows(&self.dims, k, capacity).saturating_mul(product(&self.dims[3..])),
         }
     }
     pub fn bytes(&self) -> u64 {
         self.elems().saturating_mul(self.dtype.size())
     }
-    fn rows(&self, k: u64) -> u64 {
-        product(&[self.dims[0], self.dims[1], k.min(self.dims[2])])
+    /// The most rows of one expert in a value in top-k layout.
+    pub fn rows_of_one(&self, capacity: Option<u64>) -> u64 {
+        rows_of_one(&self.dims, capacity)
     }
+}
+
+/// The most rows that a block of these dims, in top-k layout, may have.
+pub fn rows(dims: &[u64], k: u64, capacity: Option<u64>) -> u64 {
+    product(&[dims[0], dims[1], k.min(dims[2])]).min(rows_of_one(dims, capacity).saturating_mul(dims[2]))
+}
+
+/// A block of a sequence may have all the tokens that an expert takes of it.
+fn rows_of_one(dims: &[u64], capacity: Option<u64>) -> u64 {
+    dims[0].saturating_mul(capacity.map_or(dims[1], |most| most.min(dims[1])))
 }
 
 /// What is too much for 64 bits is the largest number there is.

@@ -18,7 +18,7 @@ use dplan_ir::sharding::{LocalType, Monoid, Padded, Sharding};
 use std::collections::BTreeSet;
 
 /// Variants of [`dplan_ir::op::Op`].
-const OPS: usize = 44;
+const OPS: usize = 45;
 
 /// Of dropout.
 const DRAWS: Draws = Draws { seed: 3, sequence: 2 };
@@ -71,6 +71,7 @@ fn rules_that_claim_more_are_caught() {
         ("TopKGateGrad", Lie::Split('e', Exact)),
         ("RmsNorm", Lie::Split('e', Exact)),
         ("AttentionSink", Lie::Split('t', Exact)),
+        ("Capacity", Lie::Split('s', Exact)),
     ];
     for (op, lie) in lies {
         let mut caught = false;
@@ -95,7 +96,7 @@ fn for_each_node(mut f: impl FnMut(&Check<'_>, &Rule)) {
         let graph = differentiate(&case.graph).unwrap_or_else(|why| panic!("{}: {why}", case.graph.name));
         let run = GraphRun::drawing(&graph, &case.params, &case.inputs, case.inv_tokens, DRAWS);
         for sizes in [[2, 3], [2, 2]] {
-            let mesh = Mesh { axes: sizes.iter().enumerate().map(|(i, &size)| Axis { name: format!("tp{i}"), size }).collect() };
+            let mesh = Mesh { axes: sizes.iter().enumerate().map(|(i, &size)| Axis { name: format!("tp{i}"), size }).collect(), nesting: vec![] };
             for (id, node) in graph.nodes.iter() {
                 f(&Check { graph: &graph, run: &run, mesh: &mesh, id, node, case: &case }, &node_rule(&graph, node));
             }

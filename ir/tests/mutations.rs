@@ -7,7 +7,7 @@ mod naive;
 
 use std::collections::BTreeMap;
 
-use dplan_ir::entity::{BufferId, NodeId};
+use dplan_ir::entity::{BufferId, NodeId, SegmentId};
 use dplan_ir::grad::differentiate;
 use dplan_ir::graph::Graph;
 use dplan_ir::interp::Tensor;
@@ -15,7 +15,7 @@ use dplan_ir::interp::program::ProgramRun;
 use dplan_ir::mesh::AxisSet;
 use dplan_ir::op::Op;
 use dplan_ir::optimizer::{Hyper, Optimizer, StepScalars};
-use dplan_ir::program::{Content, Instr, Issue, Program, Role};
+use dplan_ir::program::{Call, Content, Instr, Issue, Program, Role, Segment, SegmentKind};
 use dplan_ir::verify::graph::verify_graph;
 use dplan_ir::verify::mutate::{Damage, Rewrite};
 use dplan_ir::verify::program::verify_program;
@@ -319,6 +319,7 @@ fn wrong_sums_of_trust_ratios_are_noticed() {
                     | Instr::Copy { .. }
                     | Instr::Zero { .. }
                     | Instr::AddInto { .. }
+                    | Instr::Join { .. }
                     | Instr::Cast { .. }
                     | Instr::SumShares { .. }
                     | Instr::SquareSum { .. }
@@ -330,4 +331,43 @@ fn wrong_sums_of_trust_ratios_are_noticed() {
         }
     }
     assert!(tried.len() == 9 && tried.values().all(|&n| n >= 10), "{tried:?}");
+}
+
+/// Gradients that begin anew with every micro-batch look, period for period, as shifted as those that go on; what one more pass adds to them at the end is not what is missing.
+#[test]
+fn a_sum_that_begins_anew_in_every_period_is_never_whole() {
+    let shape = Shape { dp: 1, tp: 1, pp: 1, micro_batches: 16, zero: 0, one_f_one_b: true, optimizer: Optimizer::AdamW, seed: 5 };
+    let case = cases::all().remove(0);
+    let graph = differentiate(&case.graph).unwrap();
+    let whole = lower(&graph, shape);
+    verify_program(&graph, &whole).unwrap();
+    let stage = &whole.stages[0];
+    let only = |kind: SegmentKind| stage.segments.iter().find(|(_, s)| s.kind == kind).map(|(id, _)| id).unwrap();
+    let (begin, forward, backward, update) =
+        (only(SegmentKind::Begin), only(SegmentKind::Forward), only(SegmentKind::Backward), only(SegmentKind::Update));
+    let body = |id: SegmentId| stage.segments[id].body.clone();
+    let is_scalar = |b: &BufferId| matches!(stage.buffers[*b].content, Content::Scalar(_));
+    let counts_loss = |issue: &Issue| match &issue.instr {
+        Instr::Run { outs, .. } => outs.iter().any(is_scalar),
+        Instr::AddInto { dst, .. } => is_scalar(dst),
+        _ => false,
+    };
+    // What else has zeros may have them again.
+    let clears = |issue: &Issue| matches!(issue.instr, Instr::Zero { dst } if !is_scalar(&dst));
+    let anew: Vec<Issue> = body(begin).into_iter().filter(clears).chain(body(backward)).collect();
+    let again: Vec<Issue> = body(forward).into_iter().chain(body(backward)).filter(|issue| !counts_loss(issue)).collect();
+    for micro_batch in 0..16 {
+        let mut program = whole.clone();
+        let stage = &mut program.stages[0];
+        stage.segments[backward].body.clone_from(&anew);
+        let extra = stage.segments.push(Segment { kind: SegmentKind::Backward, body: again.clone() });
+        let empty = stage.segments.push(Segment { kind: SegmentKind::Backward, body: Vec::new() });
+        let call = |segment, micro_batch| Call { segment, micro_batch };
+        let others = (0..16).filter(|m| *m != micro_batch).map(|m| call(empty, m));
+        stage.schedule = (0..16).flat_map(|m| [call(forward, m), call(backward, m)]).chain([call(extra, micro_batch)]).chain(others).collect();
+        stage.schedule.insert(0, call(begin, 0));
+        stage.schedule.push(call(update, 0));
+        let faults = verify_program(&graph, &program).unwrap_err();
+        assert!(faults.iter().any(|f| f.message.contains("micro-batches 0–15")), "{micro_batch}: {faults:?}");
+    }
 }

@@ -61,6 +61,7 @@ fn measure(name: &str, op: &Op, in_ranks: &[usize], out_ranks: &[usize], sizes: 
         node: NodeId(0),
         draws: Draws::default(),
         order: Default::default(),
+        turn: 0,
     };
     let index = |at: usize| is_index(op, at);
     let ty = |labels: &[char], dtype| LocalType { dtype, dims: labels.iter().map(|&l| size(l)).collect(), layout: Layout::Dense, experts: 0 };

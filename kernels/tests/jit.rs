@@ -3,7 +3,7 @@
 mod shim;
 
 use dplan_ir::dtype::DType;
-use dplan_ir::op::{Activation, Attention, Documents, Mask, Op, Renormalize, Rope, Rotation, Router};
+use dplan_ir::op::{Activation, Attention, Documents, Mask, Op, Pairs, Renormalize, Rope, Rotation, Router};
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::order::Order;
 use dplan_ir::program::Write;
@@ -11,6 +11,7 @@ use dplan_kernels::cuda::flat::{self, Trust, TrustSums, Update};
 use dplan_kernels::cuda::product::TILES;
 use dplan_kernels::cuda::{Alignment, Launch, Tail, Target};
 use dplan_kernels::jit::{self, Arch, Cache, Found, JitError, Nvrtc};
+use dplan_kernels::trial::chains::{KINDS, of_kind};
 use shim::{Case, Random, TARGET, letter, make, spec};
 use std::path::Path;
 use std::time::Instant;
@@ -55,6 +56,7 @@ fn cases(dtype: DType) -> Vec<Case> {
     let attention = Attention { mask: Mask::CAUSAL, scale: 0.1 };
     let apart = Attention { mask: Mask { documents: Documents::Apart, ..Mask::CAUSAL }, scale: 0.1 };
     let rope = Rope::whole(Rotation::Forward, (0..64).map(|i| 1e4f64.powf(-f64::from(i) / 64.0)).collect());
+    let part = Rope { pairs: Pairs::Neighbours, start: 64, scale: 1.25, ..Rope::whole(Rotation::Inverse, (1..33).map(f64::from).collect()) };
     let renormalize = Renormalize::Yes;
     let mut all = vec![
         case(Op::GatedGrad(Activation::Silu), &[3, 3, 3], &[3, 3], rows(), dtype),
@@ -67,13 +69,17 @@ fn cases(dtype: DType) -> Vec<Case> {
         case(Op::LayerNormGradInput { eps }, &[3, 1, 3], &[3], rows(), dtype),
         case(Op::LayerNormGradWeight { eps }, &[3, 3], &[1, 1], rows(), dtype),
         case(Op::Rope(rope), &[3], &[3], vec![letter('a', 1), letter('b', 2), letter('c', 128)], dtype),
+        case(Op::Rope(part), &[3], &[3], vec![letter('a', 1), letter('b', 2), letter('c', 128)], dtype),
         case(Op::Embed, &[2, 2], &[3], tokens(), dtype),
         case(Op::EmbedGrad, &[2, 3], &[2], tokens(), dtype),
         case(Op::CeStats, &[3, 2], &[2, 2], rows(), dtype),
         case(Op::CeStatsGrad, &[3, 2, 2, 2, 2], &[3], rows(), dtype),
         case(Op::TopKGate(Router::softmax(2, renormalize)), &[3], &[3], moe(), dtype),
         case(Op::TopKGateGrad(Router::softmax(2, renormalize)), &[3, 3, 3], &[3], moe(), dtype),
+        case(Op::Capacity { tokens: 2 }, &[3], &[3], moe(), dtype),
         case(Op::Combine, &[4, 3], &[3], moe(), dtype),
+        case(Op::AddExpertBias, &[4, 2, 3], &[4], moe(), dtype),
+        case(Op::ExpertBiasGrad, &[4, 3], &[2], moe(), dtype),
         case(Op::CombineGradGate, &[3, 4, 3], &[3], moe(), dtype),
         case(Op::ExpertEinsum(spec("bseh", "efh", "bsef")), &[4, 3, 3], &[4], moe(), dtype),
         case(Op::ExpertEinsum(spec("bsef", "bseh", "efh")), &[4, 4, 3], &[3], moe(), dtype),
@@ -84,9 +90,11 @@ fn cases(dtype: DType) -> Vec<Case> {
     // Products with what follows them, on whatever units they are computed.
     let follows = [&[Tail::Bias, Tail::Act(Activation::GeluTanh), Tail::Add][..], &[Tail::ActGrad(Activation::Silu), Tail::Bias]];
     all.extend(follows.map(|tails| Case { tails: tails.to_vec(), ..case(Op::Einsum(spec("bsh", "fh", "bsf")), &[3, 2], &[3], mlp(), dtype) }));
+    all.push(case(Op::SinkGrad, &[2, 5, 4, 5], &[2], heads(64).into_iter().filter(|l| !"td".contains(l.0)).collect(), dtype));
     for d in [64, 128] {
         all.push(case(Op::Attention(attention), &[5, 4, 4], &[5, 4], heads(d), dtype));
         all.push(case(Op::AttentionGrad(attention), &[5, 4, 4, 5, 4, 5], &[5, 4, 4], heads(d), dtype));
+        all.push(case(Op::AttentionSink(attention), &[5, 4, 4, 2], &[5, 4], heads(d), dtype));
         all.push(case(Op::Attention(apart), &[5, 4, 4, 2], &[5, 4], heads(d), dtype));
         all.push(case(Op::AttentionGrad(apart), &[5, 4, 4, 5, 4, 5, 2], &[5, 4, 4], heads(d), dtype));
     }
@@ -105,10 +113,22 @@ fn optimizers(dtype: DType) -> Vec<Launch> {
     Optimizer::ALL.into_iter().map(|o| flat::update(&update(o))).chain([sums]).flat_map(|r| r.launches).collect()
 }
 
+/// Every kind of chain along rows, of a model's width and of the widest.
+fn chains(dtype: DType) -> Vec<Launch> {
+    let mut random = Random(6);
+    let letters = |width| [letter('a', 1), letter('b', 2), letter('c', width)];
+    // Of longer ones in f32 no chain is made: registers would not hold it.
+    let widest = if dtype.size() == 2 { 16384 } else { 8192 };
+    let kinds = (0..KINDS).flat_map(|kind| [4096, widest].map(|width| (kind, width)));
+    let joined = kinds.map(|(kind, width)| of_kind(&mut random, kind, &letters(width), (dtype, Write::Set, Alignment::Packs)));
+    joined.flat_map(|j| j.together.routine.launches).collect()
+}
+
 fn launches(dtype: DType) -> Vec<Launch> {
     let mut random = Random(3);
     let ops = cases(dtype);
-    let mut all: Vec<Launch> = ops.iter().flat_map(|c| make(c, &mut random).routine.launches).chain(optimizers(dtype)).collect();
+    let made = ops.iter().flat_map(|c| make(c, &mut random).routine.launches);
+    let mut all: Vec<Launch> = made.chain(optimizers(dtype)).chain(chains(dtype)).collect();
     all.sort_by(|a, b| (&a.text, a.entry).cmp(&(&b.text, b.entry)));
     all.dedup_by(|a, b| (&a.text, a.entry) == (&b.text, b.entry));
     all

@@ -1,20 +1,19 @@
 //! Textbook plans, priced under the same model, each at the best of its own degrees, micro-batch and recompute: all of them are in the space that was searched, so
-//! none is better than the plan (pins of the request apart). Those that offload are in it where one of them is better than all that do not ([`OFFLOADED`]).
+//! none is better than the plan (pins of the request apart), but for the parameter server, which is ZeRO-1 with a slower exchange ([`dplan_ir::sync`]). Those that offload are in it where one of them is better than all that do not ([`OFFLOADED`]).
 
-use crate::memory::{BucketSize, bucket_elems, state_bytes};
+use crate::memory::state_bytes;
 use crate::menu::{Choice, Menus};
-use crate::objective::{Home, Terms, beside};
+use crate::objective::{Home, Terms};
 use crate::options::LayerOption;
 use crate::pins::Pins;
-use crate::placement::Seat;
 use crate::prices::Prices;
 use crate::problem::Problem;
 use crate::request::plan;
 use crate::search::{Found, NEVER, explore_below};
 use crate::space::{divisors, tuples};
 use crate::units::{Bytes, Nanos};
-use dplan_ir::plan::{Plan, States, Zero};
-use dplan_ir::program::{Role, Space};
+use dplan_ir::plan::Plan;
+use dplan_ir::program::Space;
 
 /// One row of the comparison.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -128,6 +127,8 @@ pub fn baselines(problem: &Problem, prices: &mut dyn Prices, node: Node, late: &
     let megatron: Vec<String> = [0, 1].map(|zero| format!("tp={},cp=1,ep=1,zero={zero},schedule=1f1b", widths.join("+"))).into();
 
     let systems = [("DDP", data(0)), ("ZeRO-1", data(1)), ("ZeRO-2", data(2)), ("ZeRO-3", data(3)), ("GPipe", pipeline), ("Megatron 3-D", megatron)];
+    // Every worker serves an equal part of the parameters.
+    let served = best(&["tp=1,cp=1,ep=1,pp=1,zero=1,sync=server".into()]).row(Best::objective);
     let found = systems.each_ref().map(|(_, pins)| best(pins));
     let offloaded = OFFLOADED.map(|system| {
         let mut tried = Tried::Short;
@@ -146,8 +147,7 @@ pub fn baselines(problem: &Problem, prices: &mut dyn Prices, node: Node, late: &
     let [ddp, ..] = &found;
     // Fully sharded data parallelism is ZeRO-3 under another name.
     rows.insert(1, ("FSDP", rows[3].1));
-    let nodes = problem.devices.div_ceil(node.devices);
-    rows.push(("parameter server", ddp.row(|best| served(best, prices, nodes))));
+    rows.push(("parameter server", served));
     rows.insert(0, ("DataParallel", ddp.row(|best| best.objective() + blocking(best, prices))));
     let row = |(name, Row { step, covers }): (&'static str, Row)| Baseline {
         name,
@@ -185,42 +185,17 @@ fn on_host(of: &Best) -> u64 {
     let mesh = of.found.menus.tuple.mesh();
     let kept = |Layer { choice, option, home }: Layer<'_>| -> u64 {
         let own = option.bytes.buckets.iter().filter(|b| !b.tied || home != Home::Repeated);
-        own.map(|b| state_bytes(b, &mesh, choice.residence.states, of.problem.types)[Space::Host as usize]).sum()
+        own.map(|b| state_bytes(b, &mesh, choice.residence.states, of.found.menus.tuple.types(of.problem.types))[Space::Host as usize]).sum()
     };
     layers(of).map(kept).sum()
-}
-
-/// What a plan takes if one device of each node serves an equal part of the parameters: all workers push gradients to it, beside the backward pass, and pull
-/// parameters when it has updated them. What `n` workers send to one of `k` servers goes through one link: `(n − 1) · G / k` bytes.
-fn served(of: &Best, prices: &dyn Prices, servers: u64) -> u64 {
-    let Best { problem, found } = of;
-    let (tuple, site) = (&found.menus.tuple, found.menus.sites[0].0);
-    let mesh = tuple.mesh();
-    // Plain data parallelism is one stage, so there is one site; what a server sends goes to ranks behind those of a stage.
-    let (here, there) = (Seat { site, first: 0 }, Seat { site, first: mesh.ranks() });
-    let terms = Terms { links: prices, site, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 1 };
-    let mut step = found.solution.objective;
-    for Layer { choice, option, home } in layers(of) {
-        let own = |b: &&BucketSize| !b.tied || home != Home::Repeated;
-        let elems: u64 = option.bytes.buckets.iter().filter(own).map(|b| bucket_elems(b.elems, b.ways(&mesh))).sum();
-        let through =
-            |role: Role| prices.message(&mesh, here, there, (elems * problem.types.dtype(role).size() * (tuple.dp - 1)).div_ceil(servers)).0;
-        let backward = option.backward.0;
-        // A server updates more than a worker of ZeRO-1 does, launches included.
-        let updates =
-            [choice.residence.states.zero, Zero(1)].map(|zero| terms.sync(&option.bytes, States { zero, ..choice.residence.states }, home).update());
-        let update = updates[0].div_ceil(servers).max(updates[1]);
-        let end = beside(backward, through(Role::Grad)) - backward + update + through(Role::Param);
-        step = step + end - choice.terms(home).end;
-    }
-    step
 }
 
 /// What a plan takes longer if gradients are reduced after the backward pass and parameters are sent out from one rank in every step.
 fn blocking(of: &Best, prices: &dyn Prices) -> u64 {
     let Best { problem, found } = of;
-    let (mesh, site) = (found.menus.tuple.mesh(), found.menus.sites[0].0);
-    let terms = Terms { links: prices, site, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 1 };
+    let (tuple, site) = (&found.menus.tuple, found.menus.sites[0].0);
+    let mesh = tuple.mesh();
+    let terms = Terms { links: prices, site, mesh: &mesh, types: tuple.types(problem.types), clip: problem.clip, homes: 1 };
     let late = |l: Layer<'_>| terms.sync(&l.option.bytes, l.choice.residence.states, l.home).blocking(l.option.backward);
     layers(of).map(late).sum()
 }

@@ -100,7 +100,7 @@ fn held(problem: &Problem, prices: &dyn Prices, tuple: &Tuple, sites: &[(Site, u
     // Halves of a backward pass and virtual stages keep other frames. A kind without ways is for its pricing to find.
     let known = |at: usize| floors.iter().all(|floors| !floors[at].trades.is_empty());
     for (at, kind) in problem.kinds.iter().enumerate().filter(|&(at, _)| tuple.schedule.is_plain() && known(at)) {
-        let terms = |site| Terms { links, site, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 1 };
+        let terms = |site| Terms { links, site, mesh: &mesh, types: tuple.types(problem.types), clip: problem.clip, homes: 1 };
         let lives = sites.iter().zip(floors).map(|(&(site, _), floors)| {
             let terms = terms(site);
             let bytes = floors[at].bytes();

@@ -256,7 +256,7 @@ mod tests {
     fn no_stage_of_real_ways_is_quicker_than_the_bound() {
         let mut random = 5;
         let mut draw = |from: u64, to: u64| from + dplan_ir::splitmix::next(&mut random) % (to - from);
-        let (cluster, mesh) = (Cluster::parse("h100:8x2").unwrap(), Mesh::of(Degrees { dp: 16, ep: 1, cp: 1, tp: 1 }));
+        let (cluster, mesh) = (Cluster::parse("h100:8x2").unwrap(), Mesh::of(Degrees { dp: 16, ..Degrees::ONE }));
         let types = StateTypes::new(DType::Bf16, Optimizer::AdamW);
         let terms = Terms { links: &cluster, site: Site::ONLY, mesh: &mesh, types, clip: Clip::GlobalNorm, homes: 1 };
         for round in 0..300 {

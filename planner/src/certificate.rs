@@ -6,13 +6,17 @@
 use crate::integer::{self, SolverFault};
 use crate::menu::Menus;
 use crate::objective::{Home, StageTime, Terms, border, share};
+use crate::pins::{Asked, Pins};
 use crate::placement::{Groups, Site, Weighting, weightings};
 use crate::prices::{Floor, Links, Prices, Reference, scaled};
 use crate::problem::Problem;
 use crate::search::{Closed, How, trend_batches};
 use crate::space::{MOST_TP, Tuple, least_block, searched};
+use dplan_ir::mesh::{Degrees, Keys, Mesh};
+use dplan_ir::nest::{Nest, Way};
 use dplan_ir::plan::{Away, Placement, Schedule, States};
 use dplan_ir::sharding::Sharding;
+use dplan_ir::sync::Sync;
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
@@ -170,13 +174,19 @@ fn space(problem: &Problem, prices: &mut dyn Prices) -> BTreeSet<Tuple> {
             let contexts: Vec<u64> =
                 prices.contexts(rest, least_block(pins)).into_iter().filter(|cp| rest.is_multiple_of(*cp) && pins.cp.allows(cp)).collect();
             for (cp, dp) in contexts.into_iter().map(|cp| (cp, rest / cp)).filter(|(_, dp)| pins.dp.allows(dp)) {
+                // A ring is only there where it is asked for, of 2 to 64 ranks; one rank gathers nothing, whatever is asked for.
+                let ways: Vec<Keys> = match pins.keys.values() {
+                    _ if cp == 1 => vec![Keys::Gathered],
+                    None => vec![Keys::Gathered],
+                    Some(asked) => Keys::ALL.into_iter().filter(|k| asked.contains(k) && (*k == Keys::Gathered || cp <= 64)).collect(),
+                };
                 let experts: Vec<u64> = prices.experts(dp).into_iter().filter(|ep| dp.is_multiple_of(*ep) && pins.ep.allows(ep)).collect();
                 for micro_batch in (1..=problem.batch / dp).filter(|&b| problem.batch.is_multiple_of(dp * b) && pins.micro_batch.allows(&b)) {
                     let micro_batches = problem.batch / dp / micro_batch;
                     for (schedule, virtual_stages) in orders(problem, pp, micro_batches) {
                         for &boundary in &boundaries {
                             for (padding, &placement) in (0..prices.paddings(tp)).flat_map(|padding| placements.iter().map(move |p| (padding, p))) {
-                                let tuple = |&ep: &u64| Tuple {
+                                let tuple = |(ep, keys, sync, nest): (u64, Keys, Sync, Nest)| Tuple {
                                     pp,
                                     tp,
                                     cp,
@@ -189,11 +199,57 @@ fn space(problem: &Problem, prices: &mut dyn Prices) -> BTreeSet<Tuple> {
                                     boundary,
                                     padding,
                                     placement,
+                                    keys,
+                                    sync,
+                                    nest,
                                 };
-                                all.extend(experts.iter().map(tuple));
+                                let each = experts.iter().flat_map(|&ep| ways.iter().map(move |&keys| (ep, keys)));
+                                let each =
+                                    each.flat_map(|(ep, keys)| laid(prices, pins, [dp, ep, cp, tp]).into_iter().map(move |(s, n)| (ep, keys, s, n)));
+                                all.extend(each.map(tuple));
                             }
                         }
                     }
+                }
+            }
+        }
+    }
+    all
+}
+
+/// How gradients get to their sum and how degrees are nested, by trying every number of parts and every order.
+fn laid(prices: &dyn Prices, pins: &Pins, [dp, ep, cp, tp]: [u64; 4]) -> BTreeSet<(Sync, Nest)> {
+    let mut seen: Vec<Vec<Way>> = Vec::new();
+    let mut all = BTreeSet::new();
+    for nest in Nest::all().into_iter().filter(|nest| pins.nest.values().map_or(*nest == Nest::default(), |pinned| pinned.contains(nest))) {
+        // What has one rank is nowhere.
+        let several = [(Way::Data, dp / ep), (Way::Expert, ep), (Way::Context, cp), (Way::Tensor, tp)];
+        let order: Vec<Way> = nest.0.into_iter().filter(|way| several.iter().any(|(w, n)| w == way && *n > 1)).collect();
+        if seen.contains(&order) {
+            continue;
+        }
+        seen.push(order);
+        let flat = Mesh::of(Degrees { dp, ep, cp, tp, nest, ..Degrees::ONE });
+        let Some(asked) = pins.sync.values() else {
+            all.insert((Sync::Flat, nest));
+            continue;
+        };
+        for &asked in asked {
+            let whole = |far: u64| far == 1 || dp == far && cp == 1;
+            match asked {
+                Asked::This(Sync::Flat) => _ = all.insert((Sync::Flat, nest)),
+                Asked::This(Sync::Server) => _ = all.insert((if dp * cp > 1 { Sync::Server } else { Sync::Flat }, nest)),
+                _ if ep > 1 => {}
+                Asked::This(Sync::Tree) => {
+                    let several = dp > 1 && (cp > 1 || (2..dp).any(|n| dp.is_multiple_of(n)));
+                    all.insert((if several { Sync::Tree } else { Sync::Flat }, nest));
+                }
+                Asked::This(Sync::Hierarchical { far }) if !dp.is_multiple_of(far) => {}
+                Asked::This(Sync::Hierarchical { far }) => _ = all.insert((if whole(far) { Sync::Flat } else { Sync::Hierarchical { far } }, nest)),
+                Asked::ByNodes => {
+                    let far = prices.nodes(&flat, flat.dp());
+                    let parted = dp.is_multiple_of(far) && !whole(far);
+                    all.insert((if parted { Sync::Hierarchical { far } } else { Sync::Flat }, nest));
                 }
             }
         }
@@ -337,7 +393,7 @@ fn reached(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple, from: Refe
 fn holds(problem: &Problem, prices: &dyn Prices, tuple: &Tuple, (kind, floor): (usize, &Floor), stage: u64, slow: u64) -> u64 {
     let (mesh, links, in_flight): (_, &dyn Links, _) = (tuple.mesh(), prices, tuple.in_flight(stage));
     let (site, kind) = (site_of(prices, tuple, stage), &problem.kinds[kind]);
-    let terms = Terms { links, site, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 1 };
+    let terms = Terms { links, site, mesh: &mesh, types: tuple.types(problem.types), clip: problem.clip, homes: 1 };
     let bytes = floor.bytes();
     let zeros = kind.zero.iter().filter(|z| tuple.dp * tuple.cp > 1 || z.0 == 0);
     let lives = zeros.flat_map(|&zero| kind.away.iter().map(move |away| (States { zero, offload: away.states }, away.activations)));
@@ -415,7 +471,7 @@ pub(crate) fn weights(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple)
         let (ways, kind) = (&mut kinds[kind], &problem.kinds[kind]);
         let (offers, before) = (prices.offers(kind.class, tuple.shape(site)), ways.len());
         let halves = if parted { prices.halves(kind.class, tuple.shape(site)) } else { Rc::from([]) };
-        let terms = Terms { links: &*prices, site, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 2.min(p) };
+        let terms = Terms { links: &*prices, site, mesh: &mesh, types: tuple.types(problem.types), clip: problem.clip, homes: 2.min(p) };
         for (offer, at) in offers.iter().zip(0..).filter(|(o, _)| kind.recompute.contains(&o.option.recompute)) {
             let half = halves.get(at);
             if parted && half.is_none() {
@@ -453,7 +509,7 @@ pub(crate) fn weights(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple)
     };
     let borders: Vec<(usize, StageTime)> = (0..pipeline.all_virtual() - 1).map(message).collect();
     let messages: StageTime = borders.iter().map(|b| b.1).sum();
-    let terms = Terms { links: &*prices, site: sites[0].0, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 2.min(p) };
+    let terms = Terms { links: &*prices, site: sites[0].0, mesh: &mesh, types: tuple.types(problem.types), clip: problem.clip, homes: 2.min(p) };
     let constant = terms.constant(p);
 
     let mut ties: Vec<Option<(Sharding, States)>> = kinds.iter().flatten().map(|w| w.3.clone()).filter(Option::is_some).collect();

@@ -3,7 +3,7 @@
 //! Alternatives change one layer alone and leave the rest of the plan as it is. The quickest that fits says how much the choice matters; a quicker one that does not fit
 //! says what memory costs.
 
-use crate::memory::{LayerBytes, StagePosition, arena};
+use crate::memory::{LayerBytes, StagePosition, StateTypes, arena};
 use crate::menu::{Choice, Menus};
 use crate::objective::{Home, StageTime, total};
 use crate::prices::Prices;
@@ -71,8 +71,9 @@ pub fn explain(problem: &Problem, prices: &mut dyn Prices, plan: &Plan) -> Optio
 
 /// The menus in which every layer of the plan is a choice, and these choices.
 fn recognise(problem: &Problem, prices: &mut dyn Prices, plan: &Plan, padding: u32) -> Option<(Menus, Vec<u32>)> {
-    let &Plan { dp, ep, cp, tp, micro_batch, micro_batches, schedule, virtual_stages, boundary, placement, .. } = plan;
-    let tuple = Tuple { pp: plan.pp(), tp, cp, ep, dp, micro_batch, micro_batches, schedule, virtual_stages, boundary, padding, placement };
+    let &Plan { dp, ep, cp, tp, micro_batch, micro_batches, schedule, virtual_stages, boundary, placement, keys, sync, nest, .. } = plan;
+    let pp = plan.pp();
+    let tuple = Tuple { pp, tp, cp, ep, dp, micro_batch, micro_batches, schedule, virtual_stages, boundary, padding, placement, keys, sync, nest };
     let menus = Menus::new(problem, prices, tuple)?;
     let choice = |(layer, &kind): (u32, &usize)| {
         let (wanted, row) = (plan.layer(layer), menus.row(plan.stage_of(layer), kind));
@@ -172,6 +173,6 @@ impl View<'_> {
             }));
         }
         let at = StagePosition { pipeline, stage, boundary: self.menus.boundary };
-        arena(&layers, &self.plan.mesh(), self.problem.types, at).total()
+        arena(&layers, &self.plan.mesh(), StateTypes::of(self.plan), at).total()
     }
 }

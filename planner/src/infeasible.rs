@@ -8,6 +8,7 @@ use crate::problem::Problem;
 use crate::search::NEVER;
 use crate::space::{Tuple, tuples};
 use crate::stages::Stages;
+use dplan_ir::mesh::Keys;
 use dplan_ir::plan::Schedule;
 use dplan_ir::program::Role;
 
@@ -81,7 +82,7 @@ fn thrifty(problem: &Problem, prices: &mut dyn Prices) -> Vec<Tuple> {
 /// Bytes of parameters, gradients and optimizer states of the whole model on the device, each kept once, what may be offloaded left out: more devices than budgets
 /// of it are needed.
 fn least_states(problem: &Problem, prices: &mut dyn Prices) -> Option<u64> {
-    let shape = Shape { tp: 1, cp: 1, ep: 1, micro_batch: 1, boundary: None, padding: 0, site: Site::ONLY };
+    let shape = Shape { tp: 1, cp: 1, ep: 1, micro_batch: 1, boundary: None, padding: 0, keys: Keys::Gathered, site: Site::ONLY, nested: None };
     let mut total = 0;
     for (at, &kind) in problem.layers.iter().enumerate() {
         let kind = &problem.kinds[kind];

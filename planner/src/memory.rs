@@ -15,7 +15,7 @@
 //!   to one of eight sizes in an octave ([`workspace_region`]), so that a search has few sizes to tell apart;
 //! - *ring*: two turns of gathered parameters (ZeRO 3) and of gradients before they are scattered (ZeRO 2 and 3), so that the next layer's gather
 //!   and the last layer's scatter overlap this layer's compute; the same of parameters and gradients that are offloaded, and of offloaded frames (in sizes as a
-//!   workspace's); where gradients are rounded for the exchange, what goes out and what comes, whatever the ZeRO stage; in the update, two turns of a bucket's offloaded
+//!   workspace's); where gradients are rounded for the exchange, what goes out and what comes, where they are pushed to servers, what comes, whatever the ZeRO stage; in the update, two turns of a bucket's offloaded
 //!   states, so that copies in and out overlap it;
 //! - *boundary*: cotangents handed from layer to layer, and send and receive buffers between stages.
 //!
@@ -25,8 +25,9 @@ use dplan_ir::dtype::DType;
 use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::pipeline::{Pipeline, Slots};
-use dplan_ir::plan::{Offload, Residence, States, Store, Wire, Zero};
+use dplan_ir::plan::{Offload, Plan, Residence, States, Store, Wire, Zero};
 use dplan_ir::program::{Role, Space, align};
+use dplan_ir::sync::Sync;
 
 /// Bucket pieces are a multiple of this many elements, so that each is aligned in every element type.
 pub const PIECE_ELEMS: u64 = 128;
@@ -73,18 +74,23 @@ pub struct LayerBytes {
 /// Bytes in the order of [`Space::ALL`].
 pub type PerSpace = [u64; Space::ALL.len()];
 
-/// Types and optimizer that all layers share.
+/// Types, optimizer and ways of exchange that all layers share.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct StateTypes {
     pub compute: DType,
     pub optimizer: Optimizer,
     pub wire: Wire,
+    /// How gradients get to their sum.
+    pub sync: Sync,
 }
 
 impl StateTypes {
-    /// With nothing rounded on the way.
+    /// With nothing rounded on the way, all of which one collective does.
     pub fn new(compute: DType, optimizer: Optimizer) -> StateTypes {
-        StateTypes { compute, optimizer, wire: Wire::Full }
+        StateTypes { compute, optimizer, wire: Wire::Full, sync: Sync::Flat }
+    }
+    pub fn of(plan: &Plan) -> StateTypes {
+        StateTypes { compute: plan.compute, optimizer: plan.optimizer, wire: plan.wire, sync: plan.sync }
     }
     pub fn dtype(&self, role: Role) -> DType {
         match role {
@@ -158,9 +164,24 @@ pub fn state_bytes(bucket: &BucketSize, mesh: &Mesh, states: States, types: Stat
     bytes
 }
 
-/// Bytes of a bucket's gradients on the wire, once for each way, where they are rounded for it and go anywhere.
-pub fn wire_bytes(elems: u64, ways: u64, types: StateTypes) -> Option<u64> {
-    types.wire.dtype().filter(|_| ways > 1).map(|dtype| bucket_elems(elems, ways) * dtype.size())
+/// A bucket's gradients as ranks exchange them, where each sends every other its piece.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct OnWire {
+    pub dtype: DType,
+    /// Of all pieces.
+    pub bytes: u64,
+    /// Whether they are not sent from where they are added up.
+    pub is_rounded: bool,
+}
+
+/// How gradients are exchanged where they are rounded for it or pushed to servers, and go anywhere.
+pub fn on_wire(elems: u64, ways: u64, types: StateTypes) -> Option<OnWire> {
+    let (dtype, is_rounded) = match (types.wire.dtype(), types.sync) {
+        (Some(dtype), _) => (dtype, true),
+        (None, Sync::Server) => (types.dtype(Role::Grad), false),
+        (None, Sync::Flat | Sync::Hierarchical { .. } | Sync::Tree) => return None,
+    };
+    (ways > 1).then(|| OnWire { dtype, bytes: bucket_elems(elems, ways) * dtype.size(), is_rounded })
 }
 
 /// Bytes of one turn of the ring that the update has a bucket's offloaded states in.
@@ -194,7 +215,7 @@ pub fn turn(layer: &LayerBytes, mesh: &Mesh, states: States, types: StateTypes) 
         let is_shared = |role| ways > 1 && in_pieces(role, states.zero);
         let whole = |role| align(bucket_elems(elems, ways) * types.dtype(role).size());
         let added = if is_away(Role::Grad) && is_shared(Role::Grad) { align(role_bytes(Role::Grad, elems, ways, states.zero, types)) } else { 0 };
-        let wire = 2 * align(wire_bytes(elems, ways, types).unwrap_or(0));
+        let wire = on_wire(elems, ways, types).map_or(0, |wire| (1 + u64::from(wire.is_rounded)) * align(wire.bytes));
         [Role::Param, Role::Grad].into_iter().filter(|&r| is_away(r) || is_shared(r)).map(whole).sum::<u64>() + added + wire
     };
     let staged = layer.buckets.iter().map(|b| staged_bytes(b.elems, b.ways(mesh), states, types)).max();

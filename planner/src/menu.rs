@@ -114,7 +114,7 @@ impl Menus {
             less: seats.iter().map(|seat| problem.less[seat.site.index()]).collect(),
             slots: (0..tuple.pp).map(|stage| pipeline.slots(stage)).collect(),
             boundary: distinct.last().copied().unwrap_or(0),
-            constant: Terms { links, site: sites[0].0, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 2.min(tuple.pp) }
+            constant: Terms { links, site: sites[0].0, mesh: &mesh, types: tuple.types(problem.types), clip: problem.clip, homes: 2.min(tuple.pp) }
                 .constant(tuple.pp),
             tuple,
             sites,
@@ -213,7 +213,7 @@ impl Rows {
         if parted && halves.iter().zip(&offers).any(|(h, o)| h.len() != o.len()) {
             return None;
         }
-        let terms = Terms { links: &*prices, site, mesh: &mesh, types: problem.types, clip: problem.clip, homes: 2.min(tuple.pp) };
+        let terms = Terms { links: &*prices, site, mesh: &mesh, types: tuple.types(problem.types), clip: problem.clip, homes: 2.min(tuple.pp) };
         for ((kind, offers), halves) in problem.kinds.iter().zip(&offers).zip(&halves) {
             let menu = menu(kind, tuple, &terms, offers, halves);
             if menu.is_empty() {

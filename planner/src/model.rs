@@ -20,7 +20,7 @@ use crate::space::{divisors, greatest_common_divisor};
 use crate::units::{Bytes, Nanos};
 use dplan_ir::entity::ValueId;
 use dplan_ir::graph::{Graph, Layout};
-use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
+use dplan_ir::mesh::{AxisSet, Keys, Mesh};
 use dplan_ir::plan::{Recompute, Residence, Store};
 use dplan_ir::program::Pattern;
 use dplan_ir::sharding::{Padded, local_type};
@@ -106,8 +106,7 @@ impl<'a> Model<'a> {
 
     fn pricing(&mut self, shape: Shape) -> Option<Pricing<'a>> {
         let padded = self.padded(shape.tp).get(shape.padding as usize)?.clone();
-        let degrees = Degrees { dp: shape.ep, ep: shape.ep, cp: shape.cp, tp: shape.tp };
-        Some(Pricing::new(self.graph, self.cluster.site(shape.site), degrees, shape.micro_batch, shape.boundary, padded))
+        Some(Pricing::new(self.graph, self.cluster.site(shape.site), shape.degrees(), shape.micro_batch, shape.boundary, padded))
     }
 }
 
@@ -127,6 +126,9 @@ impl std::fmt::Debug for Model<'_> {
 impl Links for Model<'_> {
     fn collective(&self, site: Site, mesh: &Mesh, axes: AxisSet, pattern: Pattern, bytes: u64) -> Nanos {
         self.cluster.collective(site, mesh, axes, pattern, bytes)
+    }
+    fn nodes(&self, mesh: &Mesh, axes: AxisSet) -> u64 {
+        self.cluster.nodes(mesh, axes)
     }
     fn across_stages(&self, mesh: &Mesh, axes: AxisSet, stages: u64, bytes: u64) -> Nanos {
         self.cluster.across_stages(mesh, axes, stages, bytes)
@@ -198,8 +200,8 @@ impl Prices for Model<'_> {
 
     fn floor(&mut self, class: u32, shape: Shape, from: Reference, recompute: &[Recompute]) -> Floor {
         let (reference, ways) = match from {
-            Reference::Rank => (Shape { tp: 1, cp: 1, boundary: None, padding: 0, ..shape }, shape.cp * shape.tp),
-            Reference::Whole { sequences } => (Shape { micro_batch: sequences, cp: 1, ..shape }, shape.cp),
+            Reference::Rank => (Shape { tp: 1, cp: 1, boundary: None, padding: 0, keys: Keys::Gathered, nested: None, ..shape }, shape.cp * shape.tp),
+            Reference::Whole { sequences } => (Shape { micro_batch: sequences, cp: 1, keys: Keys::Gathered, nested: None, ..shape }, shape.cp),
             Reference::Same { sequences } => (Shape { micro_batch: sequences, ..shape }, 1),
         };
         let (trades, buckets) = self.sketch(class, reference, recompute);
@@ -219,7 +221,7 @@ impl Prices for Model<'_> {
 
     fn boundary_bytes(&mut self, layer: u32, shape: Shape) -> u64 {
         // The same on all devices.
-        let shape = Shape { site: Site::ONLY, ..shape };
+        let shape = Shape { site: Site::ONLY, nested: None, ..shape };
         if let Some(known) = self.handed_on.get(&shape) {
             return known[layer as usize];
         }

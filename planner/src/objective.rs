@@ -50,9 +50,7 @@
 //! A parameter tied over several layers is synchronised and updated once in a stage. If its homes are on several stages, its gradient is summed over these
 //! when all passes are done, beside nothing (at ZeRO 0 the whole sum is done then).
 
-use crate::memory::{
-    BucketSize, LayerBytes, StateTypes, Turn, away, bucket_elems, in_pieces, role_bytes, state_bytes, trust_bytes, turn, wire_bytes,
-};
+use crate::memory::{BucketSize, LayerBytes, StateTypes, Turn, away, bucket_elems, in_pieces, on_wire, role_bytes, state_bytes, trust_bytes, turn};
 use crate::placement::Site;
 use crate::prices::Links;
 use crate::units::Nanos;
@@ -188,8 +186,8 @@ pub struct LayerTerms {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LayerSync {
     zero: Zero,
-    every: Sync,
-    once: Sync,
+    every: Traffic,
+    once: Traffic,
     reads_back: bool,
     states: u64,
     turn: Turn,
@@ -199,10 +197,10 @@ pub struct LayerSync {
 
 /// Nanoseconds of a group of buckets.
 #[derive(Clone, Copy, Debug, Default)]
-struct Sync {
+struct Traffic {
     /// Gathering parameters once, over data-parallel ranks.
     gather: u64,
-    /// Reducing gradients over data-parallel ranks: scatter or all-reduce, by ZeRO stage; where they are rounded for it, exchange and gather.
+    /// Reducing gradients over data-parallel ranks: scatter or all-reduce, by ZeRO stage; where they go piece by piece, exchange and gather.
     reduce: u64,
     /// Reducing what the tensor-parallel axes left partial, after a scatter.
     rest: u64,
@@ -221,7 +219,7 @@ struct Sync {
     carry: u64,
 }
 
-impl Sync {
+impl Traffic {
     /// Of gathering parameters, scattering gradients and adding them up, what each micro-batch has.
     fn in_passes(&self, zero: Zero) -> (u64, u64, u64) {
         match zero.0 {
@@ -316,10 +314,10 @@ impl Terms<'_> {
     pub fn sync(&self, bytes: &LayerBytes, states: States, home: Home) -> LayerSync {
         // Every use of a tied parameter has its per-micro-batch traffic; the end of the step and the states come once in a stage.
         let counted = |bucket: &&BucketSize| home != Home::Repeated || !bucket.tied;
-        let every = bytes.buckets.iter().fold(Sync::default(), |sum, bucket| self.bucket(sum, bucket, states, home));
+        let every = bytes.buckets.iter().fold(Traffic::default(), |sum, bucket| self.bucket(sum, bucket, states, home));
         let once = match bytes.buckets.iter().all(|b| counted(&b)) {
             true => every,
-            false => bytes.buckets.iter().filter(counted).fold(Sync::default(), |sum, bucket| self.bucket(sum, bucket, states, home)),
+            false => bytes.buckets.iter().filter(counted).fold(Traffic::default(), |sum, bucket| self.bucket(sum, bucket, states, home)),
         };
         LayerSync {
             zero: states.zero,
@@ -343,7 +341,7 @@ impl Terms<'_> {
     }
 
     /// Adds a bucket's traffic to a sum.
-    fn bucket(&self, sum: Sync, bucket: &BucketSize, states: States, home: Home) -> Sync {
+    fn bucket(&self, sum: Traffic, bucket: &BucketSize, states: States, home: Home) -> Traffic {
         let zero = states.zero;
         let data = bucket.data(self.mesh);
         let ways = self.mesh.size(data);
@@ -352,19 +350,21 @@ impl Terms<'_> {
         let grads = bytes(Role::Grad);
         let kept = if zero.0 >= 1 { grads / ways } else { grads };
         let over = |axes, pattern, bytes| self.links.collective(self.site, self.mesh, axes, pattern, bytes).0;
+        let steps = self.types.sync.steps(self.mesh, data);
         let apart = bucket.tied && home == Home::Apart;
         let over_stages = |axes, bytes| if apart { self.links.across_stages(self.mesh, axes, self.homes, bytes).0 } else { 0 };
-        // Without pieces, one all-reduce sums over everything that is pending.
-        let pending = data.union(bucket.partial);
-        let wire = wire_bytes(bucket.elems, ways, self.types);
+        let wire = on_wire(bucket.elems, ways, self.types);
         let (reduce, rest, late) = match (zero.0, wire) {
-            (0, None) if apart => (0, 0, over_stages(pending, grads)),
-            (0, None) => (over(pending, Pattern::AllReduce, grads), 0, 0),
+            (0, None) if apart => (0, 0, over_stages(data.union(bucket.partial), grads)),
+            // Without pieces, one all-reduce sums over everything that is pending.
+            (0, None) => (self.reduced(&steps, bucket.partial, grads), 0, 0),
             _ => {
                 let rest = over(bucket.partial, Pattern::AllReduce, kept);
                 let scatter = match wire {
-                    None => over(data, Pattern::ReduceScatter, grads),
-                    Some(bytes) => over(data, Pattern::AllToAll, bytes),
+                    None => self.stepped(&steps, Pattern::ReduceScatter, grads),
+                    Some(wire) if wire.is_rounded => over(data, Pattern::AllToAll, wire.bytes),
+                    // Nothing is added up on the way, so it is no quicker than where something is.
+                    Some(wire) => over(data, Pattern::AllToAll, wire.bytes).max(over(data, Pattern::ReduceScatter, wire.bytes)),
                 };
                 let back = if zero.0 == 0 { over(data, Pattern::AllGather, grads) } else { 0 };
                 (scatter + back, rest, over_stages(AxisSet::EMPTY, kept))
@@ -372,10 +372,10 @@ impl Terms<'_> {
         };
         let sweep = |bytes| self.links.sweep(self.site, bytes).0;
         let (add, clear) = if zero.0 >= 2 { (sweep(3 * kept), kept) } else { (0, grads) };
-        // Gradients are read and rounded; shares are read and a piece is written.
-        let rounding = wire.map_or(0, |bytes| sweep(grads + bytes) + sweep(bytes + grads / ways));
-        Sync {
-            gather: sum.gather + over(data, Pattern::AllGather, bytes(Role::Param)),
+        // Gradients are read and rounded, if they are; shares are read and a piece is written.
+        let rounding = wire.map_or(0, |wire| if wire.is_rounded { sweep(grads + wire.bytes) } else { 0 } + sweep(wire.bytes + grads / ways));
+        Traffic {
+            gather: sum.gather + self.stepped(&steps, Pattern::AllGather, bytes(Role::Param)),
             reduce: sum.reduce + reduce,
             rest: sum.rest + rest,
             late: sum.late + late,
@@ -386,6 +386,25 @@ impl Terms<'_> {
             update: sum.update + self.links.sweep(self.site, self.update_bytes(bucket, zero) + clear).0,
             trust: sum.trust + self.trust(bucket, zero),
         }
+    }
+
+    /// Time of scattering so many bytes by these steps, or of gathering them backwards: each is over what those before it have left.
+    fn stepped(&self, steps: &[AxisSet], pattern: Pattern, bytes: u64) -> u64 {
+        let mut left = bytes;
+        let step = |&axes: &AxisSet| {
+            let time = self.links.collective(self.site, self.mesh, axes, pattern, left).0;
+            left /= self.mesh.size(axes);
+            time
+        };
+        steps.iter().map(step).sum()
+    }
+
+    /// Time of an all-reduce of so many bytes: scattered by all steps but the last, reduced in that and over what else they wait for, gathered back.
+    fn reduced(&self, steps: &[AxisSet], besides: AxisSet, bytes: u64) -> u64 {
+        let (last, before) = steps.split_last().map_or((AxisSet::EMPTY, steps), |(last, before)| (*last, before));
+        let left = bytes / before.iter().map(|&axes| self.mesh.size(axes)).product::<u64>();
+        let reduce = self.links.collective(self.site, self.mesh, last.union(besides), Pattern::AllReduce, left).0;
+        self.stepped(before, Pattern::ReduceScatter, bytes) + reduce + self.stepped(before, Pattern::AllGather, bytes)
     }
 
     /// Time of the trust ratios of a bucket: its states and gradients are read once more, and a few sums go over the axes that cut the parameters up.
@@ -456,6 +475,7 @@ mod tests {
     use dplan_ir::optimizer::Optimizer;
     use dplan_ir::plan::{Offload, Wire};
     use dplan_ir::splitmix;
+    use dplan_ir::sync::Sync;
 
     /// All ways of keeping states, layers of any size and any shares of the two passes.
     #[test]
@@ -463,8 +483,9 @@ mod tests {
         let (mut random, mut tight) = (11, 0);
         for (text, degrees) in [("h100:8x2", (4, 2)), ("cpu:4", (4, 1)), ("a100-80g:8x4", (16, 2)), ("h100:8x1", (1, 8))] {
             let cluster = Cluster::parse(text).unwrap();
-            let mesh = Mesh::of(Degrees { dp: degrees.0, ep: 1, cp: 1, tp: degrees.1 });
             for round in 0..40 {
+                let sync = [Sync::Flat, Sync::Server, Sync::Hierarchical { far: 2 }, Sync::Tree][round as usize % 4];
+                let mesh = Mesh::of(Degrees { dp: degrees.0, tp: degrees.1, sync, ..Degrees::ONE });
                 let mut draw = |most: u64| splitmix::next(&mut random) % most;
                 let bucket = |elems: u64, tied: bool| BucketSize { elems, partial: AxisSet::EMPTY, axes: AxisSet::EMPTY, members: 1, tied };
                 let buckets = vec![bucket(1 + draw(1 << (8 + round % 20)), false), bucket(1 + draw(1 << 16), round % 2 == 0)];
@@ -473,6 +494,7 @@ mod tests {
                     compute: if round % 3 == 0 { DType::F32 } else { DType::Bf16 },
                     optimizer: Optimizer::AdamW,
                     wire: Wire::ALL[round as usize % 7 / 6],
+                    sync,
                 };
                 let terms = Terms { links: &cluster, site: Site::ONLY, mesh: &mesh, types, clip: Clip::GlobalNorm, homes: 2 };
                 for (zero, offload, home) in

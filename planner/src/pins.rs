@@ -3,7 +3,10 @@
 //! `key=value,…`; values of one key joined by `+` are all allowed; `zero`, `offload` and `recompute` may be for a range of layers, and then rule there alone.
 
 use crate::machine::nearest;
+use dplan_ir::mesh::Keys;
+use dplan_ir::nest::Nest;
 use dplan_ir::plan::{Away, Plan, Recompute, Schedule, Wire, Zero};
+use dplan_ir::sync::Sync;
 use std::fmt;
 
 /// What is wrong with a pin.
@@ -25,8 +28,26 @@ pub enum PinError {
     Layers { pin: String, last: u32, most: u32 },
 }
 
-const KEYS: [&str; 17] =
-    ["dp", "tp", "pp", "micro", "zero", "recompute", "schedule", "sp", "cp", "ep", "etp", "virtual", "offload", "bucket", "wire", "sync", "map"];
+const KEYS: [&str; 18] = [
+    "dp",
+    "tp",
+    "pp",
+    "micro",
+    "zero",
+    "recompute",
+    "schedule",
+    "sp",
+    "cp",
+    "ep",
+    "keys",
+    "etp",
+    "virtual",
+    "offload",
+    "bucket",
+    "wire",
+    "sync",
+    "map",
+];
 
 /// Values that are allowed: all of them, or those of a list.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -78,6 +99,23 @@ impl<T: PartialEq> PerLayer<T> {
     }
 }
 
+/// A way of exchanging gradients, as a pin asks for it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Asked {
+    This(Sync),
+    /// `hierarchical`: inside the nodes that data-parallel ranks are on, and between them.
+    ByNodes,
+}
+
+impl Asked {
+    fn name(self) -> String {
+        match self {
+            Asked::This(sync) => sync.name(),
+            Asked::ByNodes => "hierarchical".into(),
+        }
+    }
+}
+
 /// Everything that is pinned.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Pins {
@@ -95,19 +133,34 @@ pub struct Pins {
     pub zero: PerLayer<Zero>,
     pub offload: PerLayer<Away>,
     pub recompute: PerLayer<Recompute>,
+    /// How context-parallel ranks get at each other's keys and values; a ring is searched only where it is asked for.
+    pub keys: Allowed<Keys>,
     /// What gradients are exchanged in; it changes numbers, so it is no choice of the planner's, and full where nothing is said.
     pub wire: Option<Wire>,
+    /// How gradients get to their sum (`sync`); one collective where nothing is said.
+    pub sync: Allowed<Asked>,
+    /// Which degrees lie on which links (`map`); the usual order where nothing is said.
+    pub nest: Allowed<Nest>,
 }
 
 impl Pins {
-    /// What must be pinned for another plan to compute what this one does.
+    /// What must be pinned for another plan to compute what this one does, and to have a choice of it that planners do not make unasked.
     pub fn that_keep(plan: &Plan) -> Pins {
-        Pins { wire: plan.wire.dtype().map(|_| plan.wire), ..Pins::default() }
+        fn kept<T: PartialEq>(this: T, usual: T) -> Allowed<T> {
+            if this == usual { Allowed::ANY } else { Allowed::only(vec![this, usual]) }
+        }
+        Pins {
+            wire: plan.wire.dtype().map(|_| plan.wire),
+            keys: kept(plan.keys, Keys::Gathered),
+            sync: kept(Asked::This(plan.sync), Asked::This(Sync::Flat)),
+            nest: kept(plan.nest, Nest::default()),
+            ..Pins::default()
+        }
     }
 
     /// Whether nothing is pinned that a planner would choose.
     pub fn leave_all_choices(&self) -> bool {
-        Pins { wire: None, ..self.clone() } == Pins::default()
+        Pins { wire: None, keys: Allowed::ANY, sync: Allowed::ANY, nest: Allowed::ANY, ..self.clone() } == Pins::default()
     }
 
     /// These, and `others` of what these do not pin.
@@ -118,7 +171,7 @@ impl Pins {
         fn layers<T: Clone + PartialEq>(own: PerLayer<T>, other: &PerLayer<T>) -> PerLayer<T> {
             if own.is_pinned() { own } else { other.clone() }
         }
-        let Pins { dp, tp, pp, cp, ep, micro_batch, schedule, virtual_stages, boundary, zero, offload, recompute, wire } = self;
+        let Pins { dp, tp, pp, cp, ep, micro_batch, schedule, virtual_stages, boundary, zero, offload, recompute, wire, keys, sync, nest } = self;
         Pins {
             dp: allowed(dp, &others.dp),
             tp: allowed(tp, &others.tp),
@@ -133,6 +186,9 @@ impl Pins {
             offload: layers(offload, &others.offload),
             recompute: layers(recompute, &others.recompute),
             wire: wire.or(others.wire),
+            keys: allowed(keys, &others.keys),
+            sync: allowed(sync, &others.sync),
+            nest: allowed(nest, &others.nest),
         }
     }
 
@@ -170,6 +226,7 @@ impl Pins {
                 "zero" => pins.zero.pin(range, list(pin, values, zero)?),
                 "recompute" => pins.recompute.pin(range, list(pin, values, recompute)?),
                 "offload" => pins.offload.pin(range, list(pin, values, offload)?),
+                "keys" => pins.keys = Allowed::only(list(pin, values, keys)?),
                 "wire" => match list(pin, values, wire)?[..] {
                     [one] => pins.wire = Some(one),
                     _ => {
@@ -180,6 +237,8 @@ impl Pins {
                         });
                     }
                 },
+                "sync" => pins.sync = Allowed::only(list(pin, values, sync)?),
+                "map" => pins.nest = Allowed::only(list(pin, values, nest)?),
                 "etp" if values == "1" => {}
                 _ if KEYS.contains(&key) => return Err(PinError::NotYet(pin.into())),
                 _ => {
@@ -209,7 +268,7 @@ impl Pins {
     /// The keys that are pinned, and these pins without each of them.
     pub fn relaxations(&self) -> Vec<(&'static str, Pins)> {
         type Relax = fn(&mut Pins);
-        let keys: [(&'static str, bool, Relax); 13] = [
+        let keys: [(&'static str, bool, Relax); 16] = [
             ("dp", self.dp.is_pinned(), |p| p.dp = Allowed::ANY),
             ("tp", self.tp.is_pinned(), |p| p.tp = Allowed::ANY),
             ("pp", self.pp.is_pinned(), |p| p.pp = Allowed::ANY),
@@ -222,7 +281,10 @@ impl Pins {
             ("zero", self.zero.is_pinned(), |p| p.zero = PerLayer::default()),
             ("offload", self.offload.is_pinned(), |p| p.offload = PerLayer::default()),
             ("recompute", self.recompute.is_pinned(), |p| p.recompute = PerLayer::default()),
+            ("keys", self.keys.is_pinned(), |p| p.keys = Allowed::ANY),
             ("wire", self.wire.is_some(), |p| p.wire = None),
+            ("sync", self.sync.is_pinned(), |p| p.sync = Allowed::ANY),
+            ("map", self.nest.is_pinned(), |p| p.nest = Allowed::ANY),
         ];
         let relaxed = |relax: Relax| {
             let mut pins = self.clone();
@@ -287,7 +349,10 @@ impl fmt::Display for Pins {
         parts.extend(self.offload.ranges.iter().map(|(a, b, v)| format!("offload@{a}-{b}={}", offloads(v))));
         parts.extend(self.recompute.everywhere.values().map(|v| format!("recompute={}", recomputes(v))));
         parts.extend(self.recompute.ranges.iter().map(|(a, b, v)| format!("recompute@{a}-{b}={}", recomputes(v))));
+        parts.extend(self.keys.values().map(|v| format!("keys={}", join(v.iter().map(|k| k.name().to_string()).collect()))));
         parts.extend(self.wire.map(|w| format!("wire={}", w.name())));
+        parts.extend(self.sync.values().map(|v| format!("sync={}", join(v.iter().map(|s| s.name()).collect()))));
+        parts.extend(self.nest.values().map(|v| format!("map={}", join(v.iter().map(Nest::to_string).collect()))));
         f.write_str(&parts.join(","))
     }
 }
@@ -331,8 +396,21 @@ fn offload(value: &str) -> Option<Parsed<Away>> {
     Some(Away::from_name(value).ok_or(known))
 }
 
+fn keys(value: &str) -> Option<Parsed<Keys>> {
+    Some(Keys::from_name(value).ok_or("`gather` or `ring`"))
+}
+
 fn wire(value: &str) -> Option<Parsed<Wire>> {
     Some(Wire::from_name(value).ok_or("`full` or `bf16`"))
+}
+
+fn sync(value: &str) -> Option<Parsed<Asked>> {
+    let asked = if value == "hierarchical" { Some(Asked::ByNodes) } else { Sync::from_name(value).map(Asked::This) };
+    Some(asked.ok_or("`flat`, `hierarchical` (by nodes), `hierarchical:2` (in two parts), `tree` or `server`"))
+}
+
+fn nest(value: &str) -> Option<Parsed<Nest>> {
+    Some(Nest::from_name(value).ok_or("an order of `dp`, `ep`, `cp` and `tp`, the outermost first, such as `tp.dp`"))
 }
 
 fn on_off(value: &str) -> Option<Parsed<bool>> {
@@ -361,9 +439,11 @@ mod tests {
         for text in [
             "",
             "dp=2,tp=1+2,pp=4,cp=1+2,ep=2,micro=1",
+            "cp=2+4,keys=gather+ring",
             "schedule=gpipe+1f1b+zb-v,virtual=1+2,sp=off",
             "zero=0+1,zero@0-11=3,offload=none+optimizer:nvme/activations,offload@2-3=optimizer+activations:nvme,recompute=none,recompute@4-4=selective+full",
             "micro=2,wire=bf16",
+            "sync=flat+hierarchical+hierarchical:2+tree+server,map=dp.ep.cp.tp+ep.cp.tp.dp",
         ] {
             assert_eq!(Pins::parse(text).unwrap().to_string(), text);
         }
@@ -398,6 +478,9 @@ mod tests {
             ("sp=maybe", "`on` or `off`"),
             ("wire=fp8", "`full` or `bf16`"),
             ("wire=full+bf16", "differ in what is computed"),
+            ("sync=star", "`hierarchical` (by nodes)"),
+            ("sync=hierarchical:1", "`hierarchical:2` (in two parts)"),
+            ("map=tp.pp", "an order of `dp`, `ep`, `cp` and `tp`"),
         ] {
             let error = Pins::parse(text).unwrap_err().to_string();
             assert!(error.contains(says), "{text}: {error}");

@@ -4,6 +4,7 @@
 //! the slowest stage, and add up to the step: what it computes, waits for traffic, spends on the optimizer, and waits for other stages (*bubble*).
 
 use crate::cost::comm::collective_time;
+use crate::cost::round::spent;
 use crate::lower::{BackwardPass, LowerError, plan_padding};
 use crate::machine::Cluster;
 use crate::memory::{Arena, LayerBytes, StagePosition, StateTypes, arena};
@@ -15,6 +16,7 @@ use crate::simulate::{StageWork, simulate};
 use crate::units::{Bytes, Nanos};
 use dplan_ir::cost::{Unit, op_cost};
 use dplan_ir::entity::ValueId;
+use dplan_ir::extent::node_rule;
 use dplan_ir::graph::Graph;
 use dplan_ir::mesh::Mesh;
 use dplan_ir::pipeline::Slots;
@@ -101,7 +103,7 @@ pub fn predict(graph: &Graph, classes: &[u32], cluster: &Cluster, plan: &Plan) -
     let pricings: BTreeMap<Site, Pricing<'_>> = seats.iter().map(|seat| (seat.site, pricing(seat.site))).collect();
     let stage_of: Vec<u64> = (0..classes.len() as u32).map(|l| plan.stage_of(l) as u64).collect();
     let layers = priced(&pricings, classes, plan, |layer| seats[stage_of[layer] as usize].site)?;
-    let types = StateTypes { compute: plan.compute, optimizer: plan.optimizer, wire: plan.wire };
+    let types = StateTypes::of(plan);
     let pipeline = plan.pipeline();
     let (p, m) = (pipeline.stages, pipeline.micro_batches);
     let terms = |site| Terms { links: cluster, site, mesh: &mesh, types, clip: plan.clip, homes: 2.min(p) };
@@ -216,10 +218,14 @@ fn priced(
         let (mut traffic, mut flops) = (0, 0u128);
         for stmt in fragment.forward.iter().chain(&fragment.backward) {
             match stmt {
-                Stmt::Run { node, ins, outs, .. } => {
+                Stmt::Run { node, ins, outs, assignment } => {
                     let (ins, outs): (Vec<LocalType>, Vec<LocalType>) = (ins.iter().map(block).collect(), outs.iter().map(block).collect());
-                    let cost = op_cost(&pricing.graph.nodes[*node].op, &ins.iter().collect::<Vec<_>>(), &outs.iter().collect::<Vec<_>>());
-                    flops += u128::from(cost.flops);
+                    let node = &pricing.graph.nodes[*node];
+                    let split = (&node_rule(pricing.graph, node), assignment);
+                    let (ins, outs) = (ins.iter().collect::<Vec<_>>(), outs.iter().collect::<Vec<_>>());
+                    let spent = spent(pricing.machine, &pricing.mesh, &node.op, split, &ins, &outs);
+                    flops += u128::from(spent.flops);
+                    traffic += spent.exposed.0;
                 }
                 Stmt::Reshard { from, to, step, .. } => {
                     let pattern = match step {

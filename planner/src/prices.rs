@@ -9,10 +9,12 @@ use crate::options::{Halves, LayerOption};
 use crate::placement::{Groups, Seat, Site};
 use crate::space::Tuple;
 use crate::units::{Bytes, Nanos};
-use dplan_ir::mesh::{AxisSet, Mesh};
+use dplan_ir::mesh::{AxisSet, Degrees, Keys, Mesh};
+use dplan_ir::nest::Nest;
 use dplan_ir::plan::{Recompute, Store};
 use dplan_ir::program::Pattern;
 use dplan_ir::sharding::Sharding;
+use dplan_ir::sync::Sync;
 use std::rc::Rc;
 
 /// What the local work of a layer depends on.
@@ -27,8 +29,21 @@ pub struct Shape {
     pub boundary: Option<u32>,
     /// Which of the ways of padding.
     pub padding: u32,
+    /// How context-parallel ranks get at each other's keys and values.
+    pub keys: Keys,
     /// On which devices.
     pub site: Site,
+    /// Where degrees are not nested as usual, or data parallelism is cut up: how, and its degree, which else is nothing to a layer.
+    pub nested: Option<(Nest, Sync, u64)>,
+}
+
+impl Shape {
+    /// As far as a layer's local work depends on them.
+    pub fn degrees(&self) -> Degrees {
+        let &Shape { tp, cp, ep, keys, nested, .. } = self;
+        let (nest, sync, dp) = nested.unwrap_or((Nest::default(), Sync::Flat, ep));
+        Degrees { dp, ep, cp, tp, keys, sync, nest }
+    }
 }
 
 /// An option as the search sees it.
@@ -95,6 +110,8 @@ pub fn scaled(amount: u64, (part, of): (u64, u64)) -> u64 {
 pub trait Links {
     /// Time of a collective on one stage; `bytes` is the larger of what a rank puts in and gets out.
     fn collective(&self, site: Site, mesh: &Mesh, axes: AxisSet, pattern: Pattern, bytes: u64) -> Nanos;
+    /// Nodes that ranks along these axes are on.
+    fn nodes(&self, mesh: &Mesh, axes: AxisSet) -> u64;
     /// Time of an all-reduce over the same ranks of `stages` stages and `axes` of each, wherever these are.
     fn across_stages(&self, mesh: &Mesh, axes: AxisSet, stages: u64, bytes: u64) -> Nanos;
     /// Time of a message from each rank of a stage to the same rank of another.
@@ -136,6 +153,9 @@ pub trait Prices: Links {
 impl Links for Cluster {
     fn collective(&self, site: Site, mesh: &Mesh, axes: AxisSet, pattern: Pattern, bytes: u64) -> Nanos {
         comm::collective_time(self.site(site), mesh, axes, pattern, bytes)
+    }
+    fn nodes(&self, mesh: &Mesh, axes: AxisSet) -> u64 {
+        comm::group(self.whole(), mesh, axes).nodes
     }
     fn across_stages(&self, mesh: &Mesh, axes: AxisSet, stages: u64, bytes: u64) -> Nanos {
         comm::across_stages_time(self.whole(), mesh, axes, stages, Pattern::AllReduce, bytes)

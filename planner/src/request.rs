@@ -434,6 +434,9 @@ pub fn plan(problem: &Problem, found: &Found) -> Plan {
         optimizer: problem.types.optimizer,
         clip: problem.clip,
         wire: problem.types.wire,
+        keys: tuple.keys,
+        sync: tuple.sync,
+        nest: tuple.nest,
     }
 }
 

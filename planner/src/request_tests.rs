@@ -9,7 +9,7 @@ use crate::options::tests::{Sizes, llama};
 use crate::placement::Site;
 use crate::predict::predict;
 use crate::prices::{Offer, Prices, Reference, Shape, scaled};
-use dplan_ir::mesh::{Degrees, Mesh};
+use dplan_ir::mesh::{Keys, Mesh};
 use dplan_ir::plan::Recompute;
 use std::collections::BTreeSet;
 
@@ -103,9 +103,11 @@ fn floors_are_below_all_offers() {
             for (tp, cp, ep) in [(1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 2, 4)] {
                 for (boundary, micro_batch) in [(None, 1), (None, 3), (Some(1), 2), (Some(1), 6)] {
                     for padding in 0..model.paddings(tp) {
-                        let shape = Shape { tp, cp, ep, micro_batch, boundary, padding, site: Site::ONLY };
-                        for &class in &classes {
-                            compared += below_all_offers(&mut model, class, shape, 6);
+                        for keys in Keys::ALL.into_iter().filter(|&keys| cp > 1 || keys == Keys::Gathered) {
+                            let shape = Shape { tp, cp, ep, micro_batch, boundary, padding, keys, site: Site::ONLY, nested: None };
+                            for &class in &classes {
+                                compared += below_all_offers(&mut model, class, shape, 6);
+                            }
                         }
                     }
                 }
@@ -119,7 +121,7 @@ fn floors_are_below_all_offers() {
 fn below_all_offers(model: &mut Model<'_>, class: u32, shape: Shape, sequences: u64) -> usize {
     let offers = model.offers(class, shape);
     // A floor says of buckets over which ranks with other data they are spread, not how they are split.
-    let data = Mesh::of(Degrees { dp: shape.ep, ep: shape.ep, cp: shape.cp, tp: shape.tp }).data();
+    let data = Mesh::of(shape.degrees()).data();
     for recompute in [&Recompute::ALL[..], &[Recompute::None], &[Recompute::Full]] {
         let own = shape.micro_batch;
         for from in [Reference::Rank, Reference::Whole { sequences }, Reference::Same { sequences }, Reference::Same { sequences: own }] {

@@ -4,15 +4,20 @@
 //! stage, `cp` a divisor of the sequence that leaves blocks of [`LEAST_BLOCK`] (unless it is pinned), `ep` a divisor of `dp` and of the experts, and `tp` at most
 //! [`MOST_TP`] (unless a pin asks for more); for every schedule that is searched ([`searched`]) and whose pipeline is legal ([`Pipeline::refusal`]), with 2, 4, 8, …
 //! virtual stages on each stage where it has several, unless pinned; for every order of the cluster's groups that puts stages elsewhere ([`crate::placement`]); times
+//! every way in which gradients get to their sum and every nesting of the degrees on ranks that is pinned (one collective, and the usual nesting, if none is); times
 //! every cut of the layers into `pp` stages (with several virtual stages, the cuts of [`crate::virtual_stages`]); times every option, ZeRO stage and way of offloading of
 //! every layer (ZeRO 0 and 1 where backward passes come in halves).
 
-use crate::pins::Pins;
+use crate::memory::StateTypes;
+use crate::pins::{Asked, Pins};
 use crate::placement::Site;
 use crate::prices::{Prices, Shape};
-use dplan_ir::mesh::{Degrees, Mesh};
+use dplan_ir::mesh::{Degrees, Keys, Mesh};
+use dplan_ir::nest::{Nest, Way};
 use dplan_ir::pipeline::Pipeline;
 use dplan_ir::plan::{Placement, Schedule};
+use dplan_ir::ring::Ring;
+use dplan_ir::sync::Sync;
 
 /// The widest tensor parallelism that is searched without a pin: the largest node sold has 72 devices on one fabric, and every matrix of a layer cut 64 ways is small.
 pub const MOST_TP: u64 = 64;
@@ -42,16 +47,27 @@ pub struct Tuple {
     pub padding: u32,
     /// Which group of devices has which stages.
     pub placement: Placement,
+    /// How context-parallel ranks get at each other's keys and values.
+    pub keys: Keys,
+    /// How gradients get to their sum.
+    pub sync: Sync,
+    /// Which degrees lie on which links.
+    pub nest: Nest,
 }
 
 impl Tuple {
     /// On stages at a site.
     pub fn shape(&self, site: Site) -> Shape {
-        Shape { tp: self.tp, cp: self.cp, ep: self.ep, micro_batch: self.micro_batch, boundary: self.boundary, padding: self.padding, site }
+        let &Tuple { tp, cp, ep, dp, micro_batch, boundary, padding, keys, sync, nest, .. } = self;
+        Shape { tp, cp, ep, micro_batch, boundary, padding, keys, site, nested: self.degrees().is_unusual().then_some((nest, sync, dp)) }
     }
     /// Ranks of a stage.
     pub fn degrees(&self) -> Degrees {
-        Degrees { dp: self.dp, ep: self.ep, cp: self.cp, tp: self.tp }
+        Degrees { dp: self.dp, ep: self.ep, cp: self.cp, tp: self.tp, keys: self.keys, sync: self.sync, nest: self.nest }
+    }
+    /// What its exchanges of gradients are like, beside what all tuples share.
+    pub fn types(&self, shared: StateTypes) -> StateTypes {
+        StateTypes { sync: self.sync, ..shared }
     }
     pub fn mesh(&self) -> Mesh {
         Mesh::of(self.degrees())
@@ -74,7 +90,8 @@ pub fn tuples(prices: &mut dyn Prices, devices: u64, batch: u64, pins: &Pins) ->
     let mut all = Vec::new();
     let layers = prices.classes().len() as u64;
     for (degrees, pp) in layouts(prices, devices, pins) {
-        let Degrees { dp, ep, cp, tp } = degrees;
+        let Degrees { dp, ep, cp, tp, keys, .. } = degrees;
+        let laid = laid(prices, degrees, pins);
         if !batch.is_multiple_of(dp) {
             continue;
         }
@@ -94,7 +111,7 @@ pub fn tuples(prices: &mut dyn Prices, devices: u64, batch: u64, pins: &Pins) ->
             for Pipeline { schedule, virtual_stages, .. } in pipelines(layers, pp, micro_batches, pins) {
                 for &boundary in &boundaries {
                     for padding in 0..paddings {
-                        let tuple = |&placement: &Placement| Tuple {
+                        let tuple = |(&placement, &(sync, nest)): (&Placement, &(Sync, Nest))| Tuple {
                             pp,
                             tp,
                             cp,
@@ -107,8 +124,11 @@ pub fn tuples(prices: &mut dyn Prices, devices: u64, batch: u64, pins: &Pins) ->
                             boundary,
                             padding,
                             placement,
+                            keys,
+                            sync,
+                            nest,
                         };
-                        all.extend(placements.iter().map(tuple));
+                        all.extend(placements.iter().flat_map(|p| laid.iter().map(move |l| (p, l))).map(tuple));
                     }
                 }
             }
@@ -116,6 +136,58 @@ pub fn tuples(prices: &mut dyn Prices, devices: u64, batch: u64, pins: &Pins) ->
     }
     all.sort_unstable();
     all
+}
+
+/// How gradients of so many ranks may get to their sum, and how these may be nested: one way, unless pins say otherwise. Of orders that nest the same ranks alike the least
+/// is taken.
+fn laid(prices: &dyn Prices, degrees: Degrees, pins: &Pins) -> Vec<(Sync, Nest)> {
+    let size = |way: &Way| match way {
+        Way::Data => degrees.dp / degrees.ep,
+        Way::Expert => degrees.ep,
+        Way::Context => degrees.cp,
+        Way::Tensor => degrees.tp,
+    };
+    let order = |nest: &Nest| nest.0.into_iter().filter(|way| size(way) > 1).collect::<Vec<_>>();
+    let mut nests: Vec<Nest> = match pins.nest.values() {
+        None => vec![Nest::default()],
+        Some(pinned) => pinned.to_vec(),
+    };
+    nests.sort_unstable();
+    let first = |at: usize| nests[..at].iter().all(|n| order(n) != order(&nests[at]));
+    let distinct: Vec<Nest> = (0..nests.len()).filter(|&at| first(at)).map(|at| nests[at]).collect();
+    let mut all: Vec<(Sync, Nest)> = Vec::new();
+    for nest in distinct {
+        let asked = pins.sync.values().unwrap_or(&[Asked::This(Sync::Flat)]);
+        all.extend(asked.iter().filter_map(|asked| Some((asked.sync(prices, Degrees { nest, ..degrees })?, nest))));
+    }
+    all.sort_unstable();
+    all.dedup();
+    all
+}
+
+impl Asked {
+    /// What that is for so many ranks; nothing where it cannot be: experts are shared out, or there are not such parts. What would be one step is one collective.
+    fn sync(self, prices: &dyn Prices, degrees: Degrees) -> Option<Sync> {
+        let Degrees { dp, ep, .. } = degrees;
+        let (sync, is_asked) = match self {
+            Asked::This(sync) => (sync, true),
+            Asked::ByNodes => {
+                let mesh = Mesh::of(Degrees { sync: Sync::Flat, ..degrees });
+                (Sync::Hierarchical { far: prices.nodes(&mesh, mesh.dp()) }, false)
+            }
+        };
+        let can_be = match sync {
+            Sync::Flat | Sync::Server => true,
+            Sync::Hierarchical { far } => ep == 1 && (!is_asked || dp.is_multiple_of(far)),
+            Sync::Tree => ep == 1,
+        };
+        let mesh = Mesh::of(Degrees { sync, ..degrees });
+        let is_flat = match sync {
+            Sync::Flat | Sync::Server => mesh.data().is_empty(),
+            Sync::Hierarchical { .. } | Sync::Tree => sync.steps(&mesh, mesh.data()).len() < 2,
+        };
+        can_be.then_some(if is_flat { Sync::Flat } else { sync })
+    }
 }
 
 /// The schedules that are searched: gpipe and 1f1b, and those that are pinned, by name or by their virtual stages.
@@ -172,12 +244,22 @@ pub fn layouts(prices: &dyn Prices, devices: u64, pins: &Pins) -> Vec<(Degrees, 
                 let dp = devices / tp / pp / cp;
                 if pins.dp.allows(&dp) {
                     let experts = prices.experts(dp).into_iter().filter(|ep| pins.ep.allows(ep));
-                    all.extend(experts.map(|ep| (Degrees { dp, ep, cp, tp }, pp)));
+                    let each = experts.flat_map(|ep| ways(cp, pins).map(move |keys| (Degrees { dp, ep, cp, tp, keys, ..Degrees::ONE }, pp)));
+                    all.extend(each);
                 }
             }
         }
     }
     all
+}
+
+/// How so many context-parallel ranks may get at each other's keys under these pins: by gathering them, unless a ring is pinned, which has a bit for each rank.
+fn ways(cp: u64, pins: &Pins) -> impl Iterator<Item = Keys> + use<> {
+    let pinned = pins.keys.clone();
+    Keys::ALL.into_iter().filter(move |keys| match keys {
+        Keys::Gathered => pinned.allows(&Keys::Gathered) || cp == 1,
+        Keys::Ring => (2..=Ring::MOST).contains(&cp) && pinned.is_pinned() && pinned.allows(&Keys::Ring),
+    })
 }
 
 /// Most values of a pin that are named.
@@ -186,7 +268,7 @@ const MOST_NAMED: usize = 16;
 /// Which pins keep devices from being shared out, and what each could be beside the others.
 pub fn needs_of_layouts(prices: &dyn Prices, devices: u64, pins: &Pins) -> String {
     let could_be = |(key, relaxed): (&'static str, Pins)| {
-        let value = |&(Degrees { dp, ep, cp, tp }, pp): &(Degrees, u64)| match key {
+        let value = |&(Degrees { dp, ep, cp, tp, .. }, pp): &(Degrees, u64)| match key {
             "dp" => Some(dp),
             "ep" => Some(ep),
             "cp" => Some(cp),

@@ -98,6 +98,7 @@ pub fn is_follower(op: &Op) -> bool {
         | Op::MeanGrad
         | Op::TopKGate(_)
         | Op::TopKGateGrad(_)
+        | Op::Capacity { .. }
         | Op::CorrectionGrad
         | Op::AddExpertBias
         | Op::ExpertBiasGrad

@@ -4,6 +4,7 @@
 mod drawn;
 mod enumeration;
 
+use dplan_ir::mesh::Keys;
 use dplan_ir::plan::{Offload, Placement, Residence, Schedule, Store};
 use dplan_planner::baselines::{Node, baselines, offloaded_is_quicker};
 use dplan_planner::bound;
@@ -169,6 +170,24 @@ fn where_only_offloading_fits_too() {
         stored += usize::from(way == "none+activations");
     }
     assert!(compared >= 50 && stored >= 20 && in_halves >= 5, "{compared} compared, {stored} of activations, {in_halves} in halves");
+}
+
+#[test]
+fn with_keys_that_go_round_too() {
+    let mut rings = 0;
+    for seed in 0..60 {
+        let Instance { mut prices, problem } = instance(seed, 4, 2);
+        let problem = problem.under(&prices, Pins::parse(["keys=ring", "keys=gather+ring"][seed as usize % 2]).unwrap());
+        let truth = enumerate(&problem, &mut prices);
+        let outcome = explore(&problem, &mut prices, &|| false);
+        assert_eq!(outcome.best.as_ref().map(|b| b.solution.objective), truth, "seed {seed}: {problem:?}");
+        assert!(outcome.statistics.proved, "seed {seed}");
+        let Some(best) = outcome.best else { continue };
+        let objective = best.solution.objective;
+        check(&problem, &mut prices, objective, objective, &outcome.closed).unwrap_or_else(|faults| panic!("seed {seed}: {faults:?}"));
+        rings += usize::from(best.menus.tuple.keys == Keys::Ring);
+    }
+    assert!(rings >= 5, "{rings} rings are best");
 }
 
 #[test]

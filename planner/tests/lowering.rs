@@ -7,6 +7,7 @@ use dplan_ir::optimizer::Optimizer;
 use dplan_ir::pipeline::Slots;
 use dplan_ir::plan::{Clip, Offload, Plan, Residence, Wire};
 use dplan_ir::program::{ALIGN, Channel, Content, Instr, Pattern, Program, Role, SegmentKind, StageProgram, Stream};
+use dplan_ir::sync::Sync;
 use dplan_planner::drawn::{self, Dice};
 use dplan_planner::lower::{self, Sharder};
 use dplan_planner::machine::Cluster;
@@ -45,7 +46,7 @@ fn the_arena_is_the_formula_to_the_byte() {
                 let cut = &plan.stages[c as usize];
                 of_stage.extend((cut.first..=cut.last).map(|l| (&layers[l as usize], plan.layer(l).residence(), slots)));
             }
-            let types = StateTypes { compute: plan.compute, optimizer: plan.optimizer, wire: plan.wire };
+            let types = StateTypes::of(&plan);
             let position = StagePosition { pipeline, stage: s as u64, boundary: sharder.boundary_bytes() };
             let formula = memory::arena(&of_stage, &plan.mesh(), types, position);
             let parts = [formula.scalars, formula.states, formula.frames, formula.boundary, formula.workspace, formula.ring];
@@ -214,11 +215,16 @@ fn each_bucket_is_synchronised_as_its_zero_stage_says() {
                 // No backward pass reads an embedding's table.
                 let (uses, read_back) = (homes.len(), homes.iter().filter(|&&l| graph.reads_parameters_back(l)).count());
                 left_out += if zero == 3 { uses - read_back } else { 0 };
-                let rounds = plan.wire == Wire::Bf16 && !shared.is_empty();
+                let rounds = (plan.wire == Wire::Bf16 || plan.sync == Sync::Server) && !shared.is_empty();
+                // A sum for everybody is scattered and gathered by all steps but the last.
+                let steps = plan.sync.steps(&program.mesh, shared).len();
                 let scattered = match (zero, rounds) {
+                    (0, false) if bucket.tied.is_empty() => [0, steps.saturating_sub(1)],
                     (0, false) => [0, 0],
-                    (0, true) | (1, _) => [0, 1],
-                    _ => [uses, uses],
+                    (0 | 1, true) => [0, 1],
+                    (1, false) => [0, steps],
+                    (_, true) => [uses, uses],
+                    (_, false) => [uses * steps, uses * steps],
                 };
                 let scatters = |kind| {
                     let shares = instrs(stage, kind).iter().filter(|i| matches!(i, Instr::SumShares { dst, .. } if is(*dst, Role::Grad))).count();
@@ -234,9 +240,9 @@ fn each_bucket_is_synchronised_as_its_zero_stage_says() {
                     assert_eq!(scatters(kind), expected, "{what} stage {s} {id} zero {zero} {kind:?}");
                 }
                 let gathers = |kind| count(kind, Pattern::AllGather, Role::Param);
-                assert_eq!(gathers(SegmentKind::Forward), if zero == 3 { uses } else { 0 }, "{what} stage {s} {id}");
-                assert_eq!(gathers(SegmentKind::BackwardLast), if zero == 3 { read_back } else { 0 }, "{what} stage {s} {id}");
-                assert_eq!(gathers(SegmentKind::Update), usize::from(zero == 1 || zero == 2), "{what} stage {s} {id}");
+                assert_eq!(gathers(SegmentKind::Forward), if zero == 3 { uses * steps } else { 0 }, "{what} stage {s} {id}");
+                assert_eq!(gathers(SegmentKind::BackwardLast), if zero == 3 { read_back * steps } else { 0 }, "{what} stage {s} {id}");
+                assert_eq!(gathers(SegmentKind::Update), if zero == 1 || zero == 2 { steps } else { 0 }, "{what} stage {s} {id}");
                 let updates = instrs(stage, SegmentKind::Update);
                 assert_eq!(updates.iter().filter(|i| matches!(i, Instr::Update { grad, .. } if is(*grad, Role::Grad))).count(), 1, "{what}");
                 let squares = updates.iter().filter(|i| matches!(i, Instr::SquareSum { src, .. } if is(*src, Role::Grad))).count();

@@ -5,6 +5,7 @@ use dplan_ir::mesh::AxisSet;
 use dplan_ir::plan::{Plan, Wire};
 use dplan_ir::program::{Content, Instr, Pattern, Program, Role};
 use dplan_ir::sharding::Monoid;
+use dplan_ir::sync::Sync;
 use dplan_ir::verify::verify_program;
 use dplan_planner::drawn::{Case, Dice};
 use dplan_planner::lower::lower;
@@ -24,7 +25,7 @@ fn what_data_parallel_ranks_add_up_is_exchanged_rounded_and_nothing_else_is() {
     for seed in 0..120 {
         let case = Case::drawn(&mut Dice::of(21, seed));
         let graph = case.graph();
-        let of = |wire| lower(&graph, &Plan { wire, ..case.plan(&graph) }).unwrap_or_else(|e| panic!("{case}: {e}"));
+        let of = |wire| lower(&graph, &Plan { wire, sync: Sync::Flat, ..case.plan(&graph) }).unwrap_or_else(|e| panic!("{case}: {e}"));
         let (plain, rounded) = (of(Wire::Full), of(Wire::Bf16));
         let data = rounded.mesh.data();
         let mut steps: BTreeMap<&str, usize> = BTreeMap::new();

@@ -10,15 +10,18 @@ use crate::compile::{CompileError, Compiled, Options, compile, fewest_devices};
 use crate::export;
 use anyhow::Context;
 use clap::ValueEnum;
+use dplan_ir::capacity;
 use dplan_ir::documents;
 use dplan_ir::dtype::DType;
 use dplan_ir::graph::Graph;
+use dplan_ir::op::Op;
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::plan::Clip;
 use dplan_planner::machine::Machine;
 use dplan_planner::pins::Pins;
 use dplan_planner::request::{Refusal, Solver};
 use dplan_planner::units::Bytes;
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -52,7 +55,11 @@ pub struct Args {
     /// beginning.
     #[arg(long, default_value = "joined", value_name = "HOW")]
     documents: Documents,
-    /// Choices already made: dp tp pp cp ep micro virtual zero recompute offload schedule sp wire; values joined by +, zero@0-11=3 for a range of layers.
+    /// Experts drop tokens [default: none is ever dropped]: of each sequence an expert takes at most F · tokens · experts of a token / experts, rounded up, the first
+    /// that chose it; the others pass it by. The buffers of routed rows shrink to that.
+    #[arg(long, value_name = "F")]
+    capacity: Option<f64>,
+    /// Choices already made: dp tp pp cp keys ep micro virtual zero recompute offload schedule sp wire sync map; values joined by +, zero@0-11=3 for a range of layers.
     #[arg(long, default_value = "", value_name = "k=v,…")]
     pin: String,
     /// Memory that arena and context may take on one device, such as 40GiB; at most what it has.
@@ -109,6 +116,16 @@ enum SolverName {
     Ilp,
 }
 
+/// What a capacity factor comes to.
+fn capacity_note(graph: &Graph, factor: f64) -> String {
+    let most = |op: &Op| if let Op::Capacity { tokens } = op { Some(*tokens) } else { None };
+    let all: BTreeSet<u64> = graph.nodes.values().filter_map(|n| most(&n.op)).collect();
+    match all.iter().map(u64::to_string).reduce(|all, next| format!("{all} or {next}")) {
+        Some(tokens) => format!("an expert takes at most {tokens} tokens of a sequence, the first that choose it; others pass it by"),
+        None => format!("capacity factor {factor}: experts have room for a whole sequence, so nothing is dropped"),
+    }
+}
+
 pub fn run(args: Args) -> Result<Outcome> {
     let begin = Instant::now();
     if let Some(path) = &args.output {
@@ -124,6 +141,10 @@ pub fn run(args: Args) -> Result<Outcome> {
     let mut notes: Vec<String> = notes::of_prices(&cluster).into_iter().chain(notes::of_nodes(&cluster)).collect();
     notes.extend(why.filter(|_| args.options.precision.is_none()));
     notes.extend(model.notes.iter().cloned());
+    if let Some(factor) = args.capacity {
+        model.graph = capacity::limit(&model.graph, factor).with_context(|| format!("--capacity {factor}: {}", model.name))?;
+        notes.push(capacity_note(&model.graph, factor));
+    }
     notes.extend(dropout::apply(&mut model, args.dropout)?);
     if args.documents == Documents::Apart {
         model.graph = documents::keep_apart(&model.graph).with_context(|| format!("--documents apart: {}", model.name))?;

@@ -110,7 +110,8 @@ fn orders(file: &PlanFile, classes: &[u32], asked: &Asked) -> Result<Vec<(Schedu
     let others = Schedule::ALL.into_iter().filter(|&s| plan.pp() > 1 && s != plan.schedule && s != Schedule::GPipe);
     let best = |schedule: Schedule| -> Result<_> {
         let (dp, ep, cp, tp, pp) = (plan.dp, plan.ep, plan.cp, plan.tp, plan.pp());
-        let pins = Pins::parse(&format!("dp={dp},ep={ep},cp={cp},tp={tp},pp={pp},schedule={}", schedule.name()))?;
+        let keys = plan.keys.name();
+        let pins = Pins::parse(&format!("dp={dp},ep={ep},cp={cp},keys={keys},tp={tp},pp={pp},schedule={}", schedule.name()))?;
         // Another order has another number of virtual stages.
         let pins = pins.over(&Pins { virtual_stages: Allowed::ANY, ..asked.pins.clone() });
         match Planner::new(request(file, classes, pins, asked)).and_then(|mut p| p.search()) {
@@ -145,8 +146,8 @@ fn order_object(schedule: Schedule, found: Option<&(Plan, Prediction)>) -> Value
 }
 
 /// A question about the same model and cluster; gradients are exchanged as in the plan, unless pins say how.
-fn request<'a>(file: &'a PlanFile, classes: &'a [u32], mut pins: Pins, asked: &Asked) -> Request<'a> {
-    pins.wire = pins.wire.or(Pins::that_keep(&file.plan).wire);
+fn request<'a>(file: &'a PlanFile, classes: &'a [u32], pins: Pins, asked: &Asked) -> Request<'a> {
+    let pins = pins.over(&Pins::that_keep(&file.plan));
     Request {
         graph: &file.graph,
         classes,

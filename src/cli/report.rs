@@ -7,7 +7,10 @@ use crate::compile::Compiled;
 use crate::import::Model;
 use crate::planfile::PlanFile;
 use dplan_ir::dtype::DType;
+use dplan_ir::mesh::Keys;
+use dplan_ir::nest::Nest;
 use dplan_ir::plan::{Away, Plan};
+use dplan_ir::sync::Sync;
 use dplan_planner::baselines::Baseline;
 use dplan_planner::machine::Machine;
 use dplan_planner::predict::Prediction;
@@ -113,8 +116,8 @@ pub fn chosen(file: &PlanFile) -> Value {
     };
     let stages: Vec<Value> = (0..pipeline.stages).map(stage).collect();
     json!({
-        "dp": plan.dp, "tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "etp": 1, "pp": plan.pp(), "virtual": plan.virtual_stages, "schedule": plan.schedule.name(),
-        "wire": plan.wire.name(),
+        "dp": plan.dp, "tp": plan.tp, "cp": plan.cp, "keys": plan.keys.name(), "ep": plan.ep, "etp": 1, "pp": plan.pp(), "virtual": plan.virtual_stages, "schedule": plan.schedule.name(),
+        "wire": plan.wire.name(), "sync": plan.sync.name(), "map": plan.nest.to_string(),
         "micro_batch": plan.micro_batch, "micro_batches": plan.micro_batches, "sp": plan.boundary.is_some(), "stages": stages,
         "layers": (0..plan.layers.len() as u32).map(|l| {
             let o = plan.layer(l);
@@ -196,8 +199,9 @@ pub fn degrees(plan: &Plan) -> String {
         None => String::new(),
     };
     let degree = |name: &str, n: u64| if n > 1 { format!(" · {name} {n}") } else { String::new() };
+    let ring = if plan.keys == Keys::Ring { " in a ring" } else { "" };
     let chunks = if plan.virtual_stages > 1 { format!(" of {} virtual stages each", plan.virtual_stages) } else { String::new() };
-    format!("dp {}{}{} · tp {}{sp} · pp {}{chunks}", plan.dp, degree("ep", plan.ep), degree("cp", plan.cp), plan.tp, plan.pp())
+    format!("dp {}{}{} · tp {}{sp} · pp {}{chunks}", plan.dp, degree("ep", plan.ep), degree("cp", plan.cp) + ring, plan.tp, plan.pp())
 }
 
 /// Degrees, schedule, stages and the ways layers run.
@@ -210,6 +214,18 @@ pub fn choice(file: &PlanFile) -> String {
     }
     if let Some(dtype) = plan.wire.dtype() {
         let _ = writeln!(out, "wire        gradients are rounded to {dtype} for their exchange");
+    }
+    let mesh = plan.mesh();
+    let steps = plan.sync.steps(&mesh, mesh.data());
+    if steps.len() > 1 {
+        let sizes: Vec<String> = steps.iter().map(|&step| mesh.size(step).to_string()).collect();
+        let _ = writeln!(out, "sync        {}: gradients are summed over {} ranks, one after the other", plan.sync.name(), sizes.join(", "));
+    }
+    if plan.sync == Sync::Server {
+        let _ = writeln!(out, "sync        server: every rank adds up an equal piece of the gradients, which all others send it");
+    }
+    if plan.nest != Nest::default() {
+        let _ = writeln!(out, "map         {}, the last on the quickest links", plan.nest);
     }
     for (at, stage) in plan.stages.iter().enumerate() {
         // Runs of layers with equal options.

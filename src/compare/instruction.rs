@@ -50,6 +50,7 @@ pub fn label(graph: &Graph, program: &Program, stage: usize, instr: &Instr) -> S
         Instr::AddInto { .. } => compute("add"),
         Instr::Cast { .. } => compute("cast"),
         Instr::SumShares { .. } => compute("sum_shares"),
+        Instr::Join { .. } => compute("join"),
         Instr::SquareSum { .. } => compute("square_sum"),
         Instr::ClipScale { .. } => compute("clip_scale"),
         Instr::TrustSums { .. } => compute("trust_sums"),
@@ -87,6 +88,7 @@ pub fn moved_bytes(program: &Program, stage: usize, instr: &Instr) -> Option<u64
         | Instr::AddInto { .. }
         | Instr::Cast { .. }
         | Instr::SumShares { .. }
+        | Instr::Join { .. }
         | Instr::SquareSum { .. }
         | Instr::ClipScale { .. }
         | Instr::TrustSums { .. }

@@ -225,6 +225,7 @@ fn work(plan: &PlanFile, stage: usize, instr: &Instr, cluster: &Cluster) -> Opti
         Instr::Input { dst } | Instr::Zero { dst } => sweep(&[*dst]),
         Instr::Slice { src, dst, .. } => sweep(&[*src, *dst]),
         Instr::AddInto { src, dst } => sweep(&[*src, *dst, *dst]),
+        Instr::Join { left, right, dst, .. } => sweep(&[&left[..], right, dst].concat()),
         Instr::Cast { src, dst } | Instr::SumShares { src, dst } => sweep(&[*src, *dst]),
         Instr::SquareSum { src, .. } => sweep(&[*src]),
         Instr::TrustSums { state, grad, moments, .. } => sweep(&moments.iter().chain([state, grad]).copied().collect::<Vec<_>>()),

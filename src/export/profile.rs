@@ -86,6 +86,7 @@ fn instruction(graph: &Graph, program: &Program, (rank, stage): (usize, usize), 
         | Instr::AddInto { .. }
         | Instr::Cast { .. }
         | Instr::SumShares { .. }
+        | Instr::Join { .. }
         | Instr::SquareSum { .. }
         | Instr::ClipScale { .. }
         | Instr::TrustSums { .. }

@@ -4,9 +4,12 @@
 //! are not the smallest case's and their sizes, and every step makes it less, so this ends.
 
 use dplan_ir::dtype::DType;
+use dplan_ir::mesh::Keys;
+use dplan_ir::nest::Nest;
 use dplan_ir::op::Documents;
 use dplan_ir::optimizer::{DecayGroups, Optimizer};
 use dplan_ir::plan::{Clip, Gathered, Offload, Recompute, Schedule, Wire, Zero};
+use dplan_ir::sync::Sync;
 use dplan_planner::drawn::{Boundary, Case, Ffn, Model, Sight, Split, Way};
 
 /// Makes a failing case smaller; `fails` says whether one still does.
@@ -104,10 +107,14 @@ fn simpler(case: &Case) -> Vec<Case> {
     offer(&|c| c.model.learned_positions = false);
     offer(&|c| c.model.dropout = 0);
     offer(&|c| c.model.documents = Documents::Joined);
+    offer(&|c| c.model.capacity = 0);
     offer(&|c| c.model.vocab = Model::SMALLEST.vocab);
     offer(&|c| c.optimizer = Optimizer::Sgd);
     offer(&|c| c.clip = Clip::None);
     offer(&|c| c.wire = Wire::Full);
+    offer(&|c| c.keys = Keys::Gathered);
+    offer(&|c| c.sync = Sync::Flat);
+    offer(&|c| c.nest = Nest::default());
     offer(&|c| c.decay = DecayGroups::All);
     offer(&|c| c.streams = None);
     offer(&|c| c.compute = if c.compute == DType::F16 { DType::Bf16 } else { DType::F64 });

@@ -1,16 +1,19 @@
 //! The dimensions of the space, and draws in which none of them is rare.
 
 use dplan_ir::dtype::DType;
+use dplan_ir::mesh::{Keys, Mesh};
+use dplan_ir::nest::Nest;
 use dplan_ir::op::Documents;
 use dplan_ir::optimizer::{DecayGroups, Optimizer};
 use dplan_ir::plan::{Away, Clip, Gathered, Offload, Recompute, Schedule, Store, Wire};
+use dplan_ir::sync::Sync;
 use dplan_planner::drawn::{Boundary, Case, Dice, Ffn, Sight, Split, Way};
 
 /// One thing that a case can have.
 pub type Dimension = (&'static str, fn(&Case) -> bool);
 
 /// Everything that a case can have. Something that needs several ranks to mean anything is only counted where there are several.
-pub const DIMENSIONS: [Dimension; 68] = [
+pub const DIMENSIONS: [Dimension; 76] = [
     ("gated", |c| c.model.ffn == Ffn::Gated),
     ("plain", |c| c.model.ffn == Ffn::Plain),
     ("experts", |c| c.model.ffn == Ffn::Experts),
@@ -23,6 +26,7 @@ pub const DIMENSIONS: [Dimension; 68] = [
     ("learned positions", |c| c.model.learned_positions),
     ("dropout", |c| c.model.dropout > 0),
     ("documents apart", |c| c.model.documents == Documents::Apart),
+    ("capacity", |c| c.model.capacity > 0),
     ("dp 2", |c| c.dp == 2),
     ("dp 3", |c| c.dp == 3),
     ("dp 4", |c| c.dp == 4),
@@ -30,6 +34,9 @@ pub const DIMENSIONS: [Dimension; 68] = [
     ("ep 4", |c| c.ep == 4),
     ("cp 2", |c| c.cp == 2),
     ("cp 3", |c| c.cp == 3),
+    ("ring", |c| c.keys == Keys::Ring),
+    ("ring of 3", |c| c.keys == Keys::Ring && c.cp == 3),
+    ("ring with a window", |c| c.keys == Keys::Ring && c.model.sight == Sight::Window),
     ("tp 2", |c| c.tp == 2),
     ("tp 3", |c| c.tp == 3),
     ("tp 4", |c| c.tp == 4),
@@ -74,6 +81,10 @@ pub const DIMENSIONS: [Dimension; 68] = [
     ("lamb", |c| c.optimizer == Optimizer::Lamb),
     ("clip", |c| c.clip == Clip::GlobalNorm),
     ("wire bf16", |c| c.wire == Wire::Bf16 && shares(c)),
+    ("hierarchical sums", |c| matches!(c.sync, Sync::Hierarchical { .. }) && steps(c) > 1),
+    ("tree of sums", |c| c.sync == Sync::Tree && steps(c) > 1),
+    ("servers", |c| c.sync == Sync::Server && shares(c)),
+    ("other nesting", |c| !Mesh::of(c.degrees()).nesting.is_empty() && c.nest != Nest::default()),
     ("decay groups", |c| c.decay == DecayGroups::Matrices),
     ("masters", |c| c.compute != DType::F64),
     ("loss scale", |c| c.compute == DType::F16),
@@ -157,6 +168,12 @@ fn some(case: &Case, of: impl Fn(&Way) -> bool) -> bool {
 /// Whether there is anybody to share states with.
 fn shares(case: &Case) -> bool {
     case.dp * case.cp > 1
+}
+
+/// By how many collectives gradients are summed.
+fn steps(case: &Case) -> usize {
+    let mesh = Mesh::of(case.degrees());
+    case.sync.steps(&mesh, mesh.data()).len()
 }
 
 /// Whether virtual stages have different numbers of layers.

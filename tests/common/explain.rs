@@ -36,9 +36,21 @@ pub fn explain(program: &Program, code: &Code, log: &[Call]) -> Result<(), Strin
             let bytes = |b: &dplan_ir::entity::BufferId| stage.buffers[*b].bytes;
             let entries: Vec<&str> = action.routines().flat_map(|r| &r.launches).map(|l| l.entry).collect();
             let what = format!("of {:?} in {}", instr.instr, segment.kind.name());
-            if let Action::Within(later) = action {
-                within(&segment.body, actions, place, *later).map_err(|why| format!("{why} {what}"))?;
+            if let Action::Within(to) = action {
+                if *to > place {
+                    within(&segment.body, actions, place, *to).map_err(|why| format!("{why} {what}"))?;
+                } else {
+                    sooner(&segment.body, actions, place, *to).map_err(|why| format!("{why} {what}"))?;
+                }
                 continue;
+            }
+            let joined: Vec<usize> = (place + 1..actions.len()).filter(|&at| actions[at].1 == Action::Within(place)).collect();
+            if let (false, Action::Run { outs, .. }) = (joined.is_empty(), action) {
+                let stored = |b: dplan_ir::entity::BufferId| {
+                    let offset = stage.buffers[b].offset_at(0, &program.mesh, code.local_rank) - stage.range(Space::Device).start;
+                    outs.iter().any(|p| p.offset == offset && p.bytes == stage.buffers[b].bytes)
+                };
+                others_find(&segment.body, &[&[place][..], &joined].concat(), stored).map_err(|why| format!("{why} {what}"))?;
             }
             match &instr.instr {
                 Instr::Update { state, trust: Some(_), .. } => {
@@ -53,6 +65,7 @@ pub fn explain(program: &Program, code: &Code, log: &[Call]) -> Result<(), Strin
                 }
                 Instr::Run { .. }
                 | Instr::AddInto { .. }
+                | Instr::Join { .. }
                 | Instr::Cast { .. }
                 | Instr::SumShares { .. }
                 | Instr::ClipScale { .. }
@@ -81,7 +94,7 @@ pub fn explain(program: &Program, code: &Code, log: &[Call]) -> Result<(), Strin
                     let group: Vec<u64> = stages.iter().flat_map(|s| locals.iter().map(move |r| u64::from(*s) * program.mesh.ranks() + r)).collect();
                     // NCCL counts what each rank has of the smaller side.
                     let counted = match pattern {
-                        Pattern::AllReduce | Pattern::AllGather => bytes(src),
+                        Pattern::AllReduce | Pattern::AllGather | Pattern::Shift => bytes(src),
                         Pattern::ReduceScatter => bytes(dst),
                         Pattern::AllToAll => bytes(dst) / group.len() as u64,
                     };
@@ -189,11 +202,54 @@ fn within(body: &[Issue], actions: &[(Stream, Action)], place: usize, later: usi
     }
 }
 
+/// What an instruction does is done where an earlier one stands: nothing between them on their stream waits, writes what it reads, or touches what it writes, but for what is done
+/// there, too.
+fn sooner(body: &[Issue], actions: &[(Stream, Action)], place: usize, first: usize) -> Result<(), String> {
+    if body[first].stream != body[place].stream || !matches!(actions[first].1, Action::Run { .. }) {
+        return Err(format!("instruction {first} does it on another stream, or nothing"));
+    }
+    let (mut reads, mut writes) = (Vec::new(), Vec::new());
+    body[place].instr.accesses(|b, access| if access == Access::Read { reads.push(b) } else { writes.push(b) });
+    let together = |at: usize| at == first || actions[at].1 == Action::Within(first);
+    for at in (first + 1..place).filter(|&at| body[at].stream == body[place].stream && !together(at)) {
+        let mut free = !matches!(body[at].instr, Instr::Wait(_));
+        body[at].instr.accesses(|b, access| free &= !writes.contains(&b) && (access == Access::Read || !reads.contains(&b)));
+        if !free {
+            return Err(format!("instruction {at} stands between it and instruction {first}"));
+        }
+    }
+    // What it reads is there: made before, or by one of those that are done together.
+    let made_later = (first + 1..place).filter(|&at| !together(at)).any(|at| {
+        let mut makes = false;
+        body[at].instr.accesses(|b, access| makes |= access == Access::Write && reads.contains(&b));
+        makes && body[at].stream == body[place].stream
+    });
+    if made_later { Err("what it reads is made after it".into()) } else { Ok(()) }
+}
+
+/// What instructions that are done together make is stored, unless only they read it.
+fn others_find(body: &[Issue], together: &[usize], stored: impl Fn(dplan_ir::entity::BufferId) -> bool) -> Result<(), String> {
+    for &place in together {
+        let Instr::Run { outs, .. } = &body[place].instr else { return Err("what is no op is done with others".into()) };
+        for &out in outs.iter().filter(|&&out| !stored(out)) {
+            let mut readers = Vec::new();
+            for (at, issue) in body.iter().enumerate() {
+                issue.instr.accesses(|b, access| readers.extend((b == out && access == Access::Read).then_some(at)));
+            }
+            if readers.is_empty() || readers.iter().any(|at| !together.contains(at) || *at < place) {
+                return Err(format!("instructions {readers:?} read {out}, which is not stored"));
+            }
+        }
+    }
+    Ok(())
+}
+
 /// What NCCL is asked for. It knows no log-sum-exp: kernels do that with what all gathered.
 fn primitive(pattern: Pattern, monoid: Monoid) -> Result<Primitive, String> {
     Ok(match (pattern, monoid) {
         (Pattern::AllGather, _) | (Pattern::AllReduce, Monoid::LogSumExp) => Primitive::AllGather,
         (Pattern::AllToAll, _) => Primitive::AllToAll,
+        (Pattern::Shift, _) => Primitive::Shift,
         (Pattern::AllReduce, Monoid::Sum) => Primitive::AllReduce(Reduction::Sum),
         (Pattern::AllReduce, Monoid::Max) => Primitive::AllReduce(Reduction::Max),
         (Pattern::ReduceScatter, Monoid::Sum) => Primitive::ReduceScatter(Reduction::Sum),

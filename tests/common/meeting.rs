@@ -60,6 +60,7 @@ pub fn meet(group: &Group) {
             let block = (first.elems * first.dtype.size()) as usize;
             (0..n).map(|me| sources.iter().flat_map(|s| &s[me * block..(me + 1) * block]).copied().collect()).collect()
         }
+        Primitive::Shift => (0..n).map(|me| sources[(me + n - 1) % n].clone()).collect(),
         Primitive::AllReduce(how) => vec![reduce(&sources, first.dtype, how); n],
         Primitive::ReduceScatter(how) => reduce(&sources, first.dtype, how).chunks(received as usize).map(<[u8]>::to_vec).collect(),
     };
@@ -73,7 +74,7 @@ pub fn meet(group: &Group) {
 pub fn sizes(e: &Exchange, members: u64) -> (u64, u64) {
     let n = e.elems * e.dtype.size();
     match e.primitive {
-        Primitive::AllReduce(_) => (n, n),
+        Primitive::AllReduce(_) | Primitive::Shift => (n, n),
         Primitive::ReduceScatter(_) => (n * members, n),
         Primitive::AllGather => (n, n * members),
         Primitive::AllToAll => (n * members, n * members),

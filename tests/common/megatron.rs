@@ -5,9 +5,11 @@ use dplan_ir::entity::DimId;
 use dplan_ir::extent::node_rule;
 use dplan_ir::graph::{Graph, Layout, Node};
 use dplan_ir::mesh::{AxisSet, Mesh};
+use dplan_ir::nest::Nest;
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::plan::{Clip, Gathered, LayerPlan, Offload, Placement, Plan, Recompute, Schedule, StagePlan, Wire, Zero};
 use dplan_ir::rule::{Assignment, Split};
+use dplan_ir::sync::Sync;
 use dplan_planner::padding::paddable;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -57,6 +59,9 @@ pub fn plan(graph: &Graph, shape: Shape, batch: u64) -> Plan {
         optimizer: Optimizer::AdamW,
         clip: Clip::GlobalNorm,
         wire: Wire::Full,
+        sync: Sync::Flat,
+        nest: Nest::default(),
+        keys: Default::default(),
     }
 }
 

@@ -6,6 +6,7 @@
 pub mod graph;
 pub mod op;
 pub mod program;
+pub mod ring;
 pub mod sharded;
 pub mod tensor;
 

@@ -15,6 +15,7 @@ use crate::dtype::DType;
 use crate::entity::{BucketId, BufferId, Id, ParamId, SegmentId, Table};
 use crate::extent::{Seat, context};
 use crate::graph::Graph;
+use crate::interp::ring::join;
 use crate::interp::sharded::{block, concat, narrow, pad, reduce};
 use crate::interp::{Tensor, op};
 use crate::mesh::AxisSet;
@@ -292,6 +293,7 @@ impl<'a> ProgramRun<'a> {
                     Pattern::AllReduce => reduce(&blocks, monoid),
                     Pattern::ReduceScatter => narrow(&reduce(&blocks, monoid), dim, position, ways),
                     Pattern::AllGather => concat(&blocks, dim),
+                    Pattern::Shift => blocks[((position + ways - 1) % ways) as usize].clone(),
                     Pattern::AllToAll => {
                         let shares: Vec<Tensor> = blocks.iter().map(|block| narrow(block, dim, position, ways)).collect();
                         concat(&shares.iter().collect::<Vec<_>>(), dim)
@@ -324,6 +326,12 @@ impl<'a> ProgramRun<'a> {
             &Instr::AddInto { src, dst } => {
                 let data = self.read(rank, src, m);
                 self.add(rank, dst, m, &data);
+            }
+            Instr::Join { monoid, left, right, dst } => {
+                let [left, right] = [left, right].map(|of| of.iter().map(|&b| self.tensor(rank, b, m)).collect::<Vec<_>>());
+                for (&buffer, joined) in dst.iter().zip(join(*monoid, &left, &right)) {
+                    self.write(rank, buffer, m, &joined.data);
+                }
             }
             &Instr::Cast { src, dst } => {
                 let dtype = self.buffer(rank, dst).dtype;

@@ -5,11 +5,14 @@
 use crate::dropout::Draws;
 use crate::dtype::DType;
 use crate::entity::{FormId, ParamId, Table, ValueId};
-use crate::extent::{Seat, context};
+use crate::extent::{Seat, context, node_rule};
 use crate::graph::{Def, Graph, Layout};
+use crate::interp::ring::join;
 use crate::interp::{Tensor, op};
 use crate::mesh::{AxisSet, Mesh};
 use crate::reshard::{Step, steps};
+use crate::ring::Ring;
+use crate::rule::Label;
 use crate::sharded::{Sharded, Stmt};
 use crate::sharding::{LocalType, Monoid, Padded, Sharding, local_type};
 
@@ -54,9 +57,14 @@ impl ShardedRun {
         let mut run = ShardedRun { forms };
         for stmt in &sharded.body {
             match stmt {
-                Stmt::Run { node, ins, outs, .. } => {
+                Stmt::Run { node, ins, outs, assignment } => {
                     let node = &graph.nodes[*node];
                     let shardings = |forms: &[FormId]| forms.iter().map(|&f| &sharded.forms[f].sharding).collect::<Vec<_>>();
+                    if !node_rule(graph, node).goes_round(assignment).is_empty() {
+                        let results = run.round(graph, sharded, stmt, inv_tokens);
+                        outs.iter().zip(results).for_each(|(&f, blocks)| run.forms[f] = blocks);
+                        continue;
+                    }
                     for local_rank in 0..ranks {
                         let seat = Seat { mesh, padded, local_rank };
                         let ctx = context(graph, node, &shardings(ins), &shardings(outs), seat, inv_tokens).drawing(draws);
@@ -70,6 +78,43 @@ impl ShardedRun {
             }
         }
         run
+    }
+
+    /// The results of a node whose keys go round, by rank: in each turn of what its own queries and the keys of a rank before make.
+    fn round(&self, graph: &Graph, sharded: &Sharded, stmt: &Stmt, inv_tokens: f64) -> Vec<Vec<Tensor>> {
+        let (Stmt::Run { node, ins, outs, assignment }, mesh) = (stmt, &sharded.mesh) else { return Vec::new() };
+        let node = &graph.nodes[*node];
+        let rule = node_rule(graph, node);
+        let (axes, ranks) = (rule.goes_round(assignment), mesh.ranks());
+        let keys = rule.blockwise.map(|of| of.keys);
+        let has_keys = |labels: &[Label]| labels.iter().any(|&l| Some(l) == keys);
+        let types: Vec<LocalType> = outs.iter().map(|&f| form_type(graph, sharded, f)).collect();
+        let mut parts: Vec<Vec<Option<Tensor>>> = vec![vec![None; ranks as usize]; outs.len()];
+        for turn in 0..mesh.size(axes) {
+            let ring = Ring { turn, ..Ring::home(axes, mesh.size(axes)) };
+            for local_rank in 0..ranks {
+                let owner = mesh.before(local_rank, axes, turn);
+                let placed = |labels: &[Label], form: FormId| {
+                    let (sharding, rank) = (sharded.forms[form].sharding.clone(), if has_keys(labels) { owner } else { local_rank });
+                    (if has_keys(labels) { sharding.in_ring(Some(ring)) } else { sharding }, rank as usize)
+                };
+                let of_ins: Vec<(Sharding, usize)> = rule.ins.iter().zip(ins).map(|(l, &f)| placed(l, f)).collect();
+                let of_outs: Vec<(Sharding, usize)> = rule.outs.iter().zip(outs).map(|((l, _), &f)| placed(l, f)).collect();
+                let shardings = |of: &'_ [(Sharding, usize)]| of.iter().map(|(s, _)| s.clone()).collect::<Vec<_>>();
+                let (i, o) = (shardings(&of_ins), shardings(&of_outs));
+                let seat = Seat { mesh, padded: &sharded.padded, local_rank };
+                let ctx = context(graph, node, &i.iter().collect::<Vec<_>>(), &o.iter().collect::<Vec<_>>(), seat, inv_tokens);
+                let blocks: Vec<&Tensor> = ins.iter().zip(&of_ins).map(|(&f, &(_, rank))| &self.forms[f][rank]).collect();
+                let results = op::eval(&node.op, &ctx, &blocks, &types);
+                let known: Option<Vec<Tensor>> = parts.iter().zip(&of_outs).map(|(part, &(_, rank))| part[rank].clone()).collect();
+                let joined = match known {
+                    Some(known) => join(rule.outs[0].1, &known, &results),
+                    None => results,
+                };
+                parts.iter_mut().zip(&of_outs).zip(joined).for_each(|((part, &(_, rank)), result)| part[rank] = Some(result));
+            }
+        }
+        parts.into_iter().map(|blocks| blocks.into_iter().flatten().collect()).collect()
     }
 
     /// The value that a form stands for, put together from all ranks' blocks, without padding; on every rank. The reference for tests: all are equal to

@@ -1,10 +1,10 @@
 //! Tensors of the reference interpreter.
 //!
 //! A tensor is one rank's part of a value: local dims, and its stored elements in row-major order. A top-k value stores only the rows that its gate
-//! chooses, exactly as [`LocalType`] counts them: `tokens × min(k, experts)` rows sorted by (expert, batch, seq), unused rows at the end being zero.
+//! chooses, exactly as [`LocalType`] counts them, sorted by (expert, batch, seq), unused rows at the end being zero.
 
 use crate::graph::Layout;
-use crate::sharding::LocalType;
+use crate::sharding::{LocalType, rows};
 
 #[derive(Clone, PartialEq, Debug)]
 pub struct Tensor {
@@ -69,9 +69,9 @@ impl Tensor {
     }
     /// The stored form, in layout `layout`, of a value that is dense.
     pub fn to_layout(self, layout: Layout, gate: &Tensor) -> Tensor {
-        let Layout::TopK { k } = layout else { return self };
+        let Layout::TopK { k, capacity } = layout else { return self };
         let width = self.dims[3..].iter().product::<u64>() as usize;
-        let rows = self.dims[0] * self.dims[1] * k.min(self.dims[2]);
+        let rows = rows(&self.dims, k, capacity);
         let mut data = vec![0.0; rows as usize * width];
         for (row, at) in chosen_rows(gate).into_iter().enumerate() {
             data[row * width..][..width].copy_from_slice(&self.data[at * width..][..width]);

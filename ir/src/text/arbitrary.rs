@@ -3,7 +3,7 @@
 use crate::dtype::DType;
 use crate::entity::{BucketId, BufferId, DimId, EventId, FormId, NodeId, ParamId, SegmentId, Table, ValueId};
 use crate::graph::{Def, Dim, Graph, Init, Layout, Narrow, Node, Param, Phase, Piece, Type, Value};
-use crate::mesh::{Axis, AxisSet, Mesh};
+use crate::mesh::{Axis, AxisId, AxisSet, Mesh};
 use crate::op::{
     Activation, Attention, Correction, Documents, GroupScore, Groups, Mask, Op, Pairs, Renormalize, Rope, Rotation, Router, Score, Spec,
 };
@@ -14,6 +14,7 @@ use crate::program::{
     Write,
 };
 use crate::reshard::Step;
+use crate::ring::Ring;
 use crate::rule::Assignment;
 use crate::sharded::{Form, Pass, Sharded, Stmt};
 use crate::sharding::{Monoid, Padded, Sharding};
@@ -61,7 +62,7 @@ impl Rng {
     }
 }
 
-pub const OPS: u64 = 43;
+pub const OPS: u64 = 45;
 
 /// The op of one kind, with any attributes.
 pub fn op(kind: u64, rng: &mut Rng) -> Op {
@@ -136,6 +137,7 @@ pub fn op(kind: u64, rng: &mut Rng) -> Op {
         40 => Op::AddExpertBias,
         41 => Op::ExpertBiasGrad,
         42 => Op::Dropout { rate: rng.real() },
+        43 => Op::Capacity { tokens: rng.number() },
         _ => Op::CombineGradGate,
     }
 }
@@ -144,7 +146,7 @@ fn ty(dims: usize, rng: &mut Rng) -> Type {
     Type {
         dtype: *rng.pick(&DType::ALL),
         dims: if dims == 0 { Vec::new() } else { rng.vec(4, |r| DimId(r.below(dims as u64) as u32)) },
-        layout: if rng.below(4) == 0 { Layout::TopK { k: rng.number() } } else { Layout::Dense },
+        layout: if rng.below(4) == 0 { Layout::TopK { k: rng.number(), capacity: rng.some(Rng::number) } } else { Layout::Dense },
     }
 }
 
@@ -249,7 +251,11 @@ fn mesh(rng: &mut Rng) -> Mesh {
             true
         }
     });
-    Mesh { axes }
+    let mut mesh = Mesh { axes, nesting: Vec::new() };
+    let mut nesting: Vec<AxisId> = mesh.ids().collect();
+    (0..nesting.len()).for_each(|at| nesting.swap(at, rng.below(at as u64 + 1) as usize));
+    mesh.nest(nesting);
+    mesh
 }
 
 fn axes(mesh: &Mesh, rng: &mut Rng) -> AxisSet {
@@ -262,7 +268,9 @@ fn monoid(rng: &mut Rng) -> Monoid {
 
 fn sharding(mesh: &Mesh, rng: &mut Rng) -> Sharding {
     let dims = rng.vec(3, |r| axes(mesh, r));
-    Sharding::of_dims(dims).with_partial(monoid(rng), if rng.coin() { AxisSet::EMPTY } else { axes(mesh, rng) })
+    let sharding = Sharding::of_dims(dims).with_partial(monoid(rng), if rng.coin() { AxisSet::EMPTY } else { axes(mesh, rng) });
+    let ring = |rng: &mut Rng| Ring { axes: axes(mesh, rng), ranks: rng.number(), turn: rng.number(), over: rng.next() };
+    Sharding { ring: rng.some(ring), ..sharding }
 }
 
 fn padded(graph: &Graph, rng: &mut Rng) -> Padded {
@@ -302,7 +310,7 @@ pub fn sharded(graph: &Graph, size: usize, rng: &mut Rng) -> Sharded {
     Sharded { mesh, padded, forms, body }
 }
 
-const INSTRS: u64 = 17;
+const INSTRS: u64 = 18;
 
 fn instr(kind: u64, graph: &Graph, mesh: &Mesh, rng: &mut Rng) -> Instr {
     let buf = |rng: &mut Rng| BufferId(rng.below(40) as u32);
@@ -344,6 +352,7 @@ fn instr(kind: u64, graph: &Graph, mesh: &Mesh, rng: &mut Rng) -> Instr {
         13 => Instr::TrustSums { state: buf(rng), grad: buf(rng), moments: rng.vec(2, buf), scale: rng.some(buf), dst: buf(rng) },
         14 => Instr::Cast { src: buf(rng), dst: buf(rng) },
         15 => Instr::SumShares { src: buf(rng), dst: buf(rng) },
+        16 => Instr::Join { monoid: monoid(rng), left: rng.vec(2, buf), right: rng.vec(2, buf), dst: rng.vec(2, buf) },
         11 => Instr::Copy { src: buf(rng), dst: buf(rng) },
         12 => Instr::Record(EventId(rng.below(9) as u32)),
         _ => Instr::Wait(EventId(rng.below(9) as u32)),

@@ -1,9 +1,11 @@
-//! Meshes, sets of axes, shardings, padded sizes: `mesh [dp=2, tp0=2]`, `{dp, tp0}`, `<dp, tp0*tp1, _ +sum{tp2}>`, `padded v = 260`.
+//! Meshes, sets of axes, shardings, padded sizes: `mesh [dp=2, tp0=2]` (`… nested [tp0, dp]` where that is not their order), `{dp, tp0}`, `<dp, tp0*tp1, _ +sum{tp2}>`, `<_, cp ring{cp} of 4 turn 1 over {0, 1}>`,
+//! `padded v = 260`.
 
 use std::fmt::Write;
 
 use crate::graph::Graph;
 use crate::mesh::{Axis, AxisId, AxisSet, MAX_AXES, Mesh};
+use crate::ring::Ring;
 use crate::sharding::{Monoid, Padded, Sharding};
 use crate::text::parser::{Parsed, Parser};
 use crate::text::place::Printed;
@@ -19,6 +21,16 @@ pub fn put_mesh(out: &mut Printed, mesh: &Mesh) {
         let _ = write!(out.text, "={}", axis.size);
     }
     out.put("]");
+    if !mesh.nesting.is_empty() {
+        out.put(" nested [");
+        for (i, AxisId(at)) in mesh.nesting.iter().enumerate() {
+            if i > 0 {
+                out.put(", ");
+            }
+            put_axis(&mut out.text, *at, mesh);
+        }
+        out.put("]");
+    }
     out.end_line();
 }
 
@@ -38,6 +50,19 @@ pub fn mesh(p: &mut Parser<'_>) -> Parsed<Mesh> {
         mesh.axes.push(Axis { name, size: p.integer("the axis's size")? });
         Ok(())
     })?;
+    if p.take_word("nested") {
+        let (at, mut nesting) = (p.at(), Vec::new());
+        p.list('[', ']', |p| {
+            let mut one = AxisSet::EMPTY;
+            axis(p, &mesh, &mut one)?;
+            nesting.extend(one.iter());
+            Ok(())
+        })?;
+        mesh.nest(nesting);
+        if !mesh.is_nested() {
+            return Err(p.wrong(at, "another list", "every axis of the mesh once, the outermost first"));
+        }
+    }
     Ok(mesh)
 }
 
@@ -99,13 +124,23 @@ pub fn put_sharding(out: &mut String, sharding: &Sharding, mesh: &Mesh) {
         out.push_str(sharding.monoid.name());
         put_axes(out, sharding.partial, mesh);
     }
+    if let Some(Ring { axes, ranks, turn, over: _ }) = sharding.ring {
+        if !sharding.dims.is_empty() || !sharding.partial.is_empty() {
+            out.push(' ');
+        }
+        out.push_str("ring");
+        put_axes(out, axes, mesh);
+        let _ = write!(out, " of {ranks} turn {turn} over ");
+        let differences = sharding.ring.iter().flat_map(Ring::differences).map(|d| d.to_string()).collect::<Vec<_>>();
+        let _ = write!(out, "{{{}}}", differences.join(", "));
+    }
     out.push('>');
 }
 
 pub fn sharding(p: &mut Parser<'_>, mesh: &Mesh) -> Parsed<Sharding> {
     p.sign('<')?;
     let mut dims = Vec::new();
-    if !p.is_sign('>') && !p.is_sign('+') {
+    if !p.is_sign('>') && !p.is_sign('+') && !p.is_word("ring") {
         loop {
             let mut set = AxisSet::EMPTY;
             if !p.take_word("_") {
@@ -125,7 +160,33 @@ pub fn sharding(p: &mut Parser<'_>, mesh: &Mesh) -> Parsed<Sharding> {
         let monoid = monoid(p)?;
         sharding = sharding.with_partial(monoid, axes(p, mesh)?);
     }
-    if p.take_sign('>') { Ok(sharding) } else { Err(p.expected("`,`, `*`, `+` or `>`")) }
+    if p.take_word("ring") {
+        sharding.ring = Some(ring(p, mesh)?);
+    }
+    if p.take_sign('>') { Ok(sharding) } else { Err(p.expected("`,`, `*`, `+`, `ring` or `>`")) }
+}
+
+fn ring(p: &mut Parser<'_>, mesh: &Mesh) -> Parsed<Ring> {
+    let axes = axes(p, mesh)?;
+    p.word("of")?;
+    let ranks = p.integer("the ring's number of ranks")?;
+    p.word("turn")?;
+    let turn = p.integer("a turn of the ring")?;
+    p.word("over")?;
+    let mut over = 0;
+    p.list('{', '}', |p| {
+        let at = p.at();
+        let difference: u64 = p.integer("a difference of blocks")?;
+        match Ring::met(difference) {
+            0 => Err(p.wrong(at, format!("a difference of {difference}"), "at most 63")),
+            bit if over & bit != 0 => Err(p.wrong(at, format!("a difference of {difference} again"), "each difference once")),
+            bit => {
+                over |= bit;
+                Ok(())
+            }
+        }
+    })?;
+    Ok(Ring { axes, ranks, turn, over })
 }
 
 pub fn monoid(p: &mut Parser<'_>) -> Parsed<Monoid> {
@@ -152,10 +213,14 @@ fn put_joined(out: &mut String, axes: AxisSet, mesh: &Mesh, between: &str) {
         if i > 0 {
             out.push_str(between);
         }
-        match mesh.axes.get(at as usize) {
-            Some(axis) => put_axis_name(out, &axis.name),
-            None => put_axis_name(out, &format!("axis {at}")),
-        }
+        put_axis(out, at, mesh);
+    }
+}
+
+fn put_axis(out: &mut String, at: u8, mesh: &Mesh) {
+    match mesh.axes.get(at as usize) {
+        Some(axis) => put_axis_name(out, &axis.name),
+        None => put_axis_name(out, &format!("axis {at}")),
     }
 }
 

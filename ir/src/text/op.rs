@@ -47,6 +47,7 @@ pub fn op_name(op: &Op) -> &'static str {
         Op::TopKGate(_) => "top_k_gate",
         Op::TopKGateGrad(_) => "top_k_gate_grad",
         Op::CorrectionGrad => "correction_grad",
+        Op::Capacity { .. } => "capacity",
         Op::AddExpertBias => "add_expert_bias",
         Op::ExpertBiasGrad => "expert_bias_grad",
         Op::Dispatch => "dispatch",
@@ -59,7 +60,7 @@ pub fn op_name(op: &Op) -> &'static str {
 }
 
 /// Every name of an op.
-const NAMES: [&str; 43] = [
+const NAMES: [&str; 44] = [
     "einsum",
     "add_bias",
     "sum_leading",
@@ -95,6 +96,7 @@ const NAMES: [&str; 43] = [
     "top_k_gate",
     "top_k_gate_grad",
     "correction_grad",
+    "capacity",
     "add_expert_bias",
     "expert_bias_grad",
     "dispatch",
@@ -200,6 +202,7 @@ pub fn put_op(out: &mut String, op: &Op, tables: &TableNames) {
         }
         Op::Attention(a) | Op::AttentionGrad(a) | Op::AttentionSink(a) => put_attention(out, a),
         Op::TopKGate(r) | Op::TopKGateGrad(r) => put_router(out, r),
+        Op::Capacity { tokens } => out.push_str(&format!(" tokens={tokens}")),
         Op::Dropout { rate } => {
             out.push_str(" rate=");
             put_real(out, *rate);
@@ -277,6 +280,7 @@ pub fn op(p: &mut Parser<'_>, tables: &mut Tables) -> Parsed<Op> {
         "top_k_gate" => Op::TopKGate(router(p)?),
         "top_k_gate_grad" => Op::TopKGateGrad(router(p)?),
         "correction_grad" => Op::CorrectionGrad,
+        "capacity" => Op::Capacity { tokens: p.integer_of("tokens")? },
         "add_expert_bias" => Op::AddExpertBias,
         "expert_bias_grad" => Op::ExpertBiasGrad,
         "dispatch" => Op::Dispatch,

@@ -166,7 +166,9 @@ impl<'a> Reader<'a> {
         }
         if p.take_sign(';') {
             p.word("top")?;
-            ty.layout = Layout::TopK { k: p.integer("experts of each token")? };
+            let k = p.integer("experts of each token")?;
+            let capacity = if p.take_word("of") { Some(p.integer("tokens of a sequence that an expert takes")?) } else { None };
+            ty.layout = Layout::TopK { k, capacity };
         }
         if !p.take_sign(']') {
             return Err(p.expected("`,` or `]`"));

@@ -255,6 +255,14 @@ impl Reader<'_> {
                 let (src, dst) = copy(p)?;
                 Instr::AddInto { src, dst }
             }
+            "join" => {
+                let monoid = monoid(p)?;
+                let left = buffers(p)?;
+                p.word("with")?;
+                let right = buffers(p)?;
+                p.arrow()?;
+                Instr::Join { monoid, left, right, dst: buffers(p)? }
+            }
             "cast" => {
                 let (src, dst) = copy(p)?;
                 Instr::Cast { src, dst }
@@ -343,7 +351,7 @@ impl Reader<'_> {
     }
 }
 
-const INSTRUCTIONS: [&str; 19] = [
+const INSTRUCTIONS: [&str; 22] = [
     "trust_sums",
     "run",
     "input",
@@ -352,6 +360,9 @@ const INSTRUCTIONS: [&str; 19] = [
     "reduce_scatter",
     "all_gather",
     "all_to_all",
+    "shift",
+    "join",
+    "copy",
     "cast",
     "sum_shares",
     "send",

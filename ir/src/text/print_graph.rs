@@ -255,7 +255,7 @@ impl Printer<'_> {
     }
 }
 
-/// `f32[b, s, h]`, `f32[b, s, e, h; top 2]`.
+/// `f32[b, s, h]`, `f32[b, s, e, h; top 2]`, `f32[b, s, e, h; top 2 of 16]` where experts take 16 tokens of a sequence at most.
 pub fn put_type(out: &mut Printed, ty: &Type, spelling: &Spelling) {
     out.put(ty.dtype.name());
     out.put("[");
@@ -265,8 +265,11 @@ pub fn put_type(out: &mut Printed, ty: &Type, spelling: &Spelling) {
         }
         out.put(spelling.dim(dim));
     }
-    if let Layout::TopK { k } = ty.layout {
+    if let Layout::TopK { k, capacity } = ty.layout {
         let _ = write!(out.text, "; top {k}");
+        if let Some(capacity) = capacity {
+            let _ = write!(out.text, " of {capacity}");
+        }
     }
     out.put("]");
 }

@@ -199,6 +199,14 @@ impl Printer<'_> {
             Instr::Zero { dst } => self.write(format_args!("zero {dst}")),
             Instr::Copy { src, dst } => self.write(format_args!("copy {src} -> {dst}")),
             Instr::AddInto { src, dst } => self.write(format_args!("add_into {src} -> {dst}")),
+            Instr::Join { monoid, left, right, dst } => {
+                self.write(format_args!("join {} ", monoid.name()));
+                self.buffers(left);
+                self.out.put(" with ");
+                self.buffers(right);
+                self.out.put(" -> ");
+                self.buffers(dst);
+            }
             Instr::Cast { src, dst } => self.write(format_args!("cast {src} -> {dst}")),
             Instr::SumShares { src, dst } => self.write(format_args!("sum_shares {src} -> {dst}")),
             Instr::SquareSum { src, dst, once } => {

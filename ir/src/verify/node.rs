@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use crate::capacity;
 use crate::dropout;
 use crate::entity::ValueId;
 use crate::graph::{Graph, Layout, Node, Phase};
@@ -35,7 +36,13 @@ pub fn attributes(graph: &Graph, node: &Node) -> Option<String> {
                 (a.mask.window == Some(0)).then(|| "a window of 0 hides everything".to_string())
             }
         }
-        Op::TopKGate(r) | Op::TopKGateGrad(r) => router(r, size(node.inputs[0], 2)),
+        Op::Capacity { tokens: 0 } => Some("a capacity of 0 tokens drops everything".into()),
+        Op::Capacity { .. } => capacity(graph, node),
+        Op::TopKGate(r) => router(r, size(node.inputs[0], 2)),
+        Op::TopKGateGrad(r) => {
+            let origin = &graph.nodes[node.origin];
+            router(r, size(node.inputs[0], 2)).or_else(|| derived(graph, node, &[(0, origin.inputs.first()), (1, origin.outputs.first())]))
+        }
         Op::Append => {
             let (head, tail, whole) = (size(node.inputs[0], 3), size(node.inputs[1], 2), size(node.outputs[0], 3));
             (head.checked_add(tail) != Some(whole)).then(|| format!("{head} and {tail} elements do not make {whole}"))
@@ -47,6 +54,9 @@ pub fn attributes(graph: &Graph, node: &Node) -> Option<String> {
         Op::AddPosition => {
             let (positions, rows) = (size(node.inputs[0], 1), size(node.inputs[1], 0));
             (positions > rows).then(|| format!("{positions} positions, but the table has {rows} rows"))
+        }
+        Op::ActGrad(_) if matches!(graph.nodes[node.origin].op, Op::Capacity { .. }) => {
+            derived(graph, node, &[(0, graph.nodes[node.origin].outputs.first())])
         }
         Op::Dropout { rate } => dropout(graph, node, *rate),
         Op::Einsum(_)
@@ -111,18 +121,31 @@ fn router(r: &Router, experts: u64) -> Option<String> {
     (!(r.scale.is_finite() && r.scale > 0.0)).then(|| format!("scale {} should be above 0", r.scale))
 }
 
-/// Routed values of one node have the `k` of their gate; what is computed from routed rows is routed, but for sums over experts or rows.
+/// A derivative takes what the node that it derives from took and gave.
+fn derived(graph: &Graph, node: &Node, right: &[(usize, Option<&ValueId>)]) -> Option<String> {
+    let (at, right) = right.iter().find(|(at, right)| node.inputs.get(*at) != *right)?;
+    let name = right.map_or("nothing", |&v| graph.values[v].name.as_str());
+    Some(format!("its operand {at} should be `{name}`, of the node it derives from"))
+}
+
+/// What is limited is what a router chose, of whole sequences.
+fn capacity(graph: &Graph, node: &Node) -> Option<String> {
+    let gate = node.inputs[0];
+    if !graph.producer(gate).is_some_and(|p| matches!(graph.nodes[p].op, Op::TopKGate(_))) {
+        return Some("limits what no router chose".into());
+    }
+    (!dropout::has_places(graph, gate)).then(|| "the first two dims should be the batch and the sequence".into())
+}
+
+/// Routed values of one node have the `k` and the capacity of their gate; what is computed from routed rows is routed, but for sums over experts or rows.
 pub fn routing(graph: &Graph, node: &Node) -> Option<String> {
     let layout = |&v: &ValueId| graph.values[v].ty.layout;
     let (ins, outs): (Vec<Layout>, Vec<Layout>) = (node.inputs.iter().map(layout).collect(), node.outputs.iter().map(layout).collect());
-    let chosen = node.inputs.last().and_then(|&v| graph.producer(v)).and_then(|p| match graph.nodes[p].op {
-        Op::TopKGate(router) => Some(router.k),
-        _ => None,
-    });
     let routed = |&layout: &Layout| match layout {
         Layout::Dense => None,
-        Layout::TopK { k } => Some(k),
+        Layout::TopK { k, capacity } => Some((k, capacity)),
     };
+    let chosen = node.inputs.last().and_then(|&v| capacity::layout_of(graph, v)).and_then(|layout| routed(&layout));
     let (expects, gated) = match &node.op {
         Op::Dispatch | Op::CombineGradRows => (true, true),
         Op::ExpertEinsum(spec) => (spec.out.starts_with("bse"), true),
@@ -133,9 +156,14 @@ pub fn routing(graph: &Graph, node: &Node) -> Option<String> {
     if outs.iter().any(|out| routed(out).is_some() != expects) {
         return Some(format!("the result should be in {} layout", if expects { "top-k" } else { "dense" }));
     }
-    let all: BTreeSet<u64> = ins.iter().chain(&outs).filter_map(routed).chain(chosen.filter(|_| gated)).collect();
-    if all.contains(&0) {
-        return Some("a top-k layout with k = 0 stores nothing".into());
+    let all: BTreeSet<(u64, Option<u64>)> = ins.iter().chain(&outs).filter_map(routed).chain(chosen.filter(|_| gated)).collect();
+    if all.iter().any(|&(k, capacity)| k == 0 || capacity == Some(0)) {
+        return Some("a top-k layout with k = 0, or of no tokens, stores nothing".into());
     }
-    (all.len() > 1).then(|| format!("routed values with different k: {all:?}"))
+    let ks: BTreeSet<u64> = all.iter().map(|&(k, _)| k).collect();
+    if ks.len() > 1 {
+        return Some(format!("routed values with different k: {ks:?}"));
+    }
+    let capacities: Vec<String> = all.iter().map(|(_, capacity)| capacity.map_or("without".into(), |tokens| format!("of {tokens} tokens"))).collect();
+    (all.len() > 1).then(|| format!("routed values with different capacities: {}", capacities.join(", ")))
 }

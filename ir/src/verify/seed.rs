@@ -86,6 +86,7 @@ fn linear(graph: &Graph, node: &Node) -> Option<SeedFault> {
         | Op::Mean
         | Op::MeanGrad
         | Op::TopKGate(_)
+        | Op::Capacity { .. }
         | Op::AddExpertBias
         | Op::Combine => (true, "operands: it is no derivative"),
     };

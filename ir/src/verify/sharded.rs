@@ -3,7 +3,7 @@
 //! It knows the graph, the factor rules and the meaning of reshard steps, nothing of how the sharded graph came about:
 //! - a form's sharding fits its value: as many dims, no axis twice, padded sizes that divide; padding only where every op takes it;
 //! - every form is made once, by a statement before its readers, but forms of parameters (one each) and graph inputs, which nothing makes;
-//! - an op's assignment splits no factor that must be whole; operands and results are in the shardings its rule gives, so that no partial value is
+//! - an op's assignment splits no factor that must be whole, but the keys of an attention by axes that split its queries: they then go round ([`crate::ring`]); operands and results are in the shardings its rule gives, so that no partial value is
 //!   read as whole; only a linear op may read terms of sums that all wait for the same reduction, and its result then waits too;
 //! - a reshard step leads from its source's sharding to its result's; packed rows of routed values are never cut;
 //! - every node of the graph runs, and the contributions to a parameter's gradient have blocks like the parameter's.
@@ -26,6 +26,8 @@ pub enum ShardedError {
     Rank { form: FormId, value: String, dims: usize, found: usize },
     #[error("{form}: an axis is used twice")]
     AxisTwice { form: FormId },
+    #[error("{form}: goes round; only within an op do blocks go round")]
+    InRing { form: FormId },
     #[error("{form}: axis {axis} is not in the mesh")]
     NoAxis { form: FormId, axis: u8 },
     #[error("{form}: dim `{dim}` of size {size} is not divisible by {ways}")]
@@ -70,6 +72,7 @@ impl Located for ShardedError {
         match *self {
             E::Rank { form, .. }
             | E::AxisTwice { form }
+            | E::InRing { form }
             | E::NoAxis { form, .. }
             | E::Indivisible { form, .. }
             | E::ParamForms { form, .. }
@@ -125,6 +128,9 @@ impl Check<'_> {
             if let Some(axis) = f.sharding.used().minus(mesh.all()).iter().next() {
                 self.errors.push(ShardedError::NoAxis { form, axis: axis.0 });
                 continue;
+            }
+            if f.sharding.ring.is_some() {
+                self.errors.push(ShardedError::InRing { form });
             }
             if !f.sharding.is_valid() {
                 self.errors.push(ShardedError::AxisTwice { form });
@@ -207,7 +213,12 @@ impl Check<'_> {
         }
         let rule = node_rule(graph, node);
         let mut used = AxisSet::EMPTY;
+        let goes_round = rule.goes_round(assignment);
         for &(label, axes) in &assignment.0 {
+            // Keys go round along axes that split the queries too.
+            if !goes_round.is_empty() && rule.blockwise.is_some_and(|of| of.keys == label) {
+                continue;
+            }
             if used.intersects(axes) {
                 self.errors.push(ShardedError::AssignedTwice { stmt });
             }

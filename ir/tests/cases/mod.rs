@@ -26,6 +26,7 @@ pub fn all() -> Vec<Case> {
     all.extend([Renormalize::Yes, Renormalize::No].map(grouped_experts));
     all.push(sinks());
     all.push(dropped());
+    all.push(experts_of_a_capacity());
     all.extend([grouped_query_window_tied(), latent_attention(), sinks()].map(packed));
     all
 }
@@ -133,6 +134,27 @@ fn experts(renormalize: Renormalize) -> Case {
     let flat = m.op("flat", Op::Undispatch, &[y, gate]);
     let sum = m.op("sum", Op::Add, &[out, flat]);
     let x = m.op("res", Op::Add, &[x, sum]);
+    m.b.set_layer(2);
+    m.head(x, None)
+}
+
+/// Experts that take two tokens of six at most.
+fn experts_of_a_capacity() -> Case {
+    let mut m = Model::new("capacity", 2);
+    let (e, f) = (m.b.dim("experts", 3), m.b.dim("ffn", 5));
+    let x = m.embed();
+    m.b.set_layer(1);
+    let logits = m.linear("router", "bsh,eh->bse", x, &[e, m.h]);
+    let gate = m.op("gate", Op::TopKGate(Router::softmax(2, Renormalize::Yes)), &[logits]);
+    let gate = m.op("kept", Op::Capacity { tokens: 2 }, &[gate]);
+    let rows = m.op("rows", Op::Dispatch, &[x, gate]);
+    let w1 = m.param("w1", &[e, f, m.h]);
+    let w2 = m.param("w2", &[e, m.h, f]);
+    let a = m.op("a", expert("bseh,efh->bsef"), &[rows, w1, gate]);
+    let a = m.op("c", Op::Act(Activation::Silu), &[a]);
+    let y = m.op("y", expert("bsef,ehf->bseh"), &[a, w2, gate]);
+    let out = m.op("out", Op::Combine, &[y, gate]);
+    let x = m.op("res", Op::Add, &[x, out]);
     m.b.set_layer(2);
     m.head(x, None)
 }

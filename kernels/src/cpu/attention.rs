@@ -16,7 +16,7 @@
 use dplan_ir::cost::ATTENTION_ROWS;
 use dplan_ir::extent::OpContext;
 use dplan_ir::op::{Attention, Documents, Mask};
-use dplan_ir::order::Order;
+use dplan_ir::order::{Order, Run as Positions};
 use dplan_ir::program::Write;
 
 use super::Run;
@@ -41,7 +41,10 @@ pub struct AttentionKernel {
     width: usize,
     value_width: usize,
     first_query: usize,
-    first_key: usize,
+    /// This rank's keys as they stand, by position.
+    runs: Vec<Positions>,
+    /// The turn of the ring that they are in: sinks count in the first.
+    turn: u64,
     order: Order,
     /// Positions in the sequence.
     length: u64,
@@ -56,7 +59,7 @@ struct Tile {
     row: usize,
     position: usize,
     rows: usize,
-    /// First key of this rank by position, and their number.
+    /// First key, counted among this rank's by position, and their number.
     key: usize,
     keys: usize,
 }
@@ -88,7 +91,8 @@ impl AttentionKernel {
             width: q[4],
             value_width: v[3],
             first_query: context.extent('s').start as usize,
-            first_key: context.extent('t').start as usize,
+            runs: runs(context.order, context.extent('t').start, k[1] as u64, context.extent('s').logical),
+            turn: context.turn,
             order: context.order,
             length: context.extent('s').logical,
         }
@@ -98,12 +102,18 @@ impl AttentionKernel {
     pub fn forward<T: Float>(&self, ins: &[Block<'_>], outs: &mut [BlockMut<'_>], scratch: &mut [T], run: Run) {
         let (q, k, v) = (T::of(ins[0]), T::of(ins[1]), T::of(ins[2]));
         let (ins, documents) = self.documents(ins);
-        let sinks = ins.get(3).map(|s| T::of(*s));
+        let sinks = ins.get(3).filter(|_| self.turn == 0).map(|s| T::of(*s));
         let [o, lse] = outs else { unreachable!("two results by the type rule") };
         let (o, lse) = (T::of_mut(o), T::of_mut(lse));
         clear(o, run.write);
         clear(lse, run.write);
         self.tiles(documents, |tile| {
+            if tile.keys == 0 {
+                // Of a block of the keys that it sees none of, a query has but its sink.
+                let sink = sinks.map_or(f64::NEG_INFINITY, |s| s[tile.group * self.heads + tile.head].to_f64());
+                (0..tile.rows).for_each(|i| put(&mut lse[self.query(&tile, i)], T::from_f64(sink), Write::Add));
+                return;
+            }
             let scores = &mut scratch[..tile.rows * tile.keys];
             self.scores(&tile, q, k, scores, run);
             vectorized(|| {
@@ -134,6 +144,9 @@ impl AttentionKernel {
         let scale = T::from_f64(self.scale);
         let (d, e) = (self.width, self.value_width);
         self.tiles(documents, |tile| {
+            if tile.keys == 0 {
+                return;
+            }
             let (n, keys) = (tile.rows, tile.keys);
             let (p, rest) = scratch.split_at_mut(n * keys);
             let dp = &mut rest[..n * keys];
@@ -180,7 +193,7 @@ impl AttentionKernel {
         });
     }
 
-    /// Visits every tile in which something is visible.
+    /// Visits every tile, also where nothing is visible.
     fn tiles(&self, documents: Option<&[i32]>, mut visit: impl FnMut(Tile)) {
         for batch in 0..self.batch {
             for group in 0..self.valid_groups {
@@ -193,9 +206,7 @@ impl AttentionKernel {
                         // Both ends of what a query sees grow with its position.
                         let seen = |i: usize| self.seen(position + i, self.first(documents, batch, row + i));
                         let (lo, hi) = (seen(0).0, seen(rows - 1).1);
-                        if lo < hi {
-                            visit(Tile { batch, group, head, row, position, rows, key: lo, keys: hi - lo });
-                        }
+                        visit(Tile { batch, group, head, row, position, rows, key: lo, keys: hi.saturating_sub(lo) });
                         row += rows;
                     }
                 }
@@ -215,10 +226,15 @@ impl AttentionKernel {
     }
 
     /// The keys of a tile, as they stand.
-    fn keys(&self, tile: &Tile) -> impl Iterator<Item = Keys> + use<> {
-        let first = tile.key;
-        let runs = self.order.runs(first as u64, (first + tile.keys) as u64, self.length);
-        runs.map(move |r| Keys { column: r.position as usize - first, index: r.index as usize, len: r.len as usize })
+    fn keys(&self, tile: &Tile) -> impl Iterator<Item = Keys> + use<'_> {
+        let (first, end) = (tile.key, tile.key + tile.keys);
+        let mut begin = 0;
+        self.runs.iter().filter_map(move |run| {
+            let start = begin;
+            begin += run.len as usize;
+            let (from, to) = (start.max(first), begin.min(end));
+            (from < to).then(|| Keys { column: from - first, index: run.index as usize + from - start, len: to - from })
+        })
     }
 
     /// The operands before them, and the first positions of documents where these are apart.
@@ -236,10 +252,14 @@ impl AttentionKernel {
 
     /// The keys `[lo, hi)` of this rank that a query at a position sees whose document begins at `first`.
     fn seen(&self, position: usize, first: usize) -> (usize, usize) {
-        let end = if self.mask.looks_back() { position + 1 } else { self.first_key + self.keys };
         let start = self.mask.window.map_or(0, |w| (position + 1).saturating_sub(w as usize)).max(first);
-        let local = |at: usize| at.saturating_sub(self.first_key).min(self.keys);
-        (local(start), local(end).max(local(start)))
+        let end = if self.mask.looks_back() { self.keys_before(position + 1) } else { self.keys };
+        (self.keys_before(start), end.max(self.keys_before(start)))
+    }
+
+    /// How many of this rank's keys are before a position.
+    fn keys_before(&self, position: usize) -> usize {
+        self.runs.iter().map(|run| (position as u64).saturating_sub(run.position).min(run.len) as usize).sum()
     }
 
     /// The same for query `i` of a tile, relative to the tile's first key.
@@ -300,6 +320,22 @@ impl AttentionKernel {
     fn key_rows_mut<'a, T>(&self, tile: &Tile, keys: &Keys, data: &'a mut [T], width: usize) -> MatrixMut<'a, T> {
         MatrixMut { data: &mut data[self.key(tile, keys) * width..], row: self.groups * width, col: 1 }
     }
+}
+
+/// The `len` indices of a sequence of `length` from `start` on as runs of consecutive positions, by position, counted from the first index.
+fn runs(order: Order, start: u64, len: u64, length: u64) -> Vec<Positions> {
+    let chunk = match order {
+        Order::Straight => return vec![Positions { index: 0, position: start, len }],
+        Order::Zigzag { .. } => order.chunk(length).max(1),
+    };
+    let (mut all, mut at) = (Vec::new(), start);
+    while at < start + len {
+        let end = ((at / chunk + 1) * chunk).min(start + len);
+        all.push(Positions { index: at - start, position: order.position(at, length), len: end - at });
+        at = end;
+    }
+    all.sort_unstable_by_key(|run| run.position);
+    all
 }
 
 /// (sink, o, lse, do) → dsink.

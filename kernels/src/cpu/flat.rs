@@ -28,10 +28,10 @@ pub fn cast<T: Float>(src: &[T], dst: &mut [bf16]) {
 }
 
 /// dst ← Σ over stretches of `src` as long as it, in their order, starting from the first.
-pub fn sum_shares<T: Float>(src: &[bf16], dst: &mut [T]) {
+pub fn sum_shares<S: Copy + Into<f64>, T: Float>(src: &[S], dst: &mut [T]) {
     for (number, share) in src.chunks_exact(dst.len().max(1)).enumerate() {
         let write = if number == 0 { Write::Set } else { Write::Add };
-        vectorized(|| fill(dst, write, |i| T::from_f64(share[i].to_f64())));
+        vectorized(|| fill(dst, write, |i| T::from_f64(share[i].into())));
     }
 }
 

@@ -12,11 +12,13 @@
 pub mod append;
 pub mod attention;
 pub mod block;
+pub mod capacity;
 pub mod dropout;
 pub mod embed;
 pub mod experts;
 pub mod flat;
 pub mod float;
+pub mod join;
 pub mod loss;
 pub mod norm;
 pub mod pointwise;
@@ -96,6 +98,7 @@ enum Form {
     Loss(loss::Loss),
     Router(router::Router),
     Routed(experts::Routed),
+    Capacity(capacity::Capacity),
 }
 
 impl Kernel {
@@ -151,6 +154,7 @@ impl Kernel {
             Op::MeanGrad => Form::Loss(loss::Loss::MeanGrad),
             Op::TopKGate(router) => Form::Router(router::Router::gate(router, extent(0, 2))?),
             Op::TopKGateGrad(router) => Form::Router(router::Router::grad(router, extent(0, 2))?),
+            Op::Capacity { tokens } => Form::Capacity(capacity::Capacity::new(*tokens, context, &i[0])),
             Op::CorrectionGrad => Form::Pointwise(Pointwise::Zero),
             Op::Dispatch => Form::Routed(experts::Routed::new(experts::Routing::Dispatch, &i[1], i[0][2])),
             Op::CombineGradRows => Form::Routed(experts::Routed::new(experts::Routing::CombineGradRows, &i[1], i[0][2])),
@@ -209,6 +213,7 @@ impl Kernel {
             Form::Loss(l) => l.run::<T>(ins, outs, run),
             Form::Router(r) => r.run::<T>(ins, outs, run.write),
             Form::Routed(r) => r.run::<T>(ins, outs, run.write),
+            Form::Capacity(c) => c.run::<T>(ins, outs, run.write),
         }
     }
 }

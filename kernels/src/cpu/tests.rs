@@ -87,11 +87,13 @@ fn cases() -> Vec<Case> {
             all.push(case(part, &[4], &[4], &[('a', 0, 2, 2), ('b', 7, 5, 20), ('c', 0, 2, 2), ('d', 0, 140, 140)]));
         }
     }
-    // Whole blocks; queries that begin later; padding heads; more queries than one tile has.
-    let attention: [&'static [(char, u64, u64, u64)]; 3] = [
+    // Whole blocks; queries that begin later; padding heads; more queries than one tile has; keys of other ranks, before and behind.
+    let attention: [&'static [(char, u64, u64, u64)]; 5] = [
         &[('b', 0, 2, 2), ('s', 0, 9, 9), ('t', 0, 9, 9), ('g', 0, 2, 2), ('r', 0, 3, 3), ('d', 0, 6, 6), ('e', 0, 5, 5)],
         &[('b', 0, 1, 2), ('s', 70, 70, 140), ('t', 0, 140, 140), ('g', 2, 2, 3), ('r', 0, 2, 1), ('d', 0, 4, 4), ('e', 0, 4, 4)],
         &[('b', 0, 1, 1), ('s', 0, 131, 131), ('t', 0, 131, 131), ('g', 0, 1, 1), ('r', 0, 1, 1), ('d', 0, 8, 8), ('e', 0, 3, 3)],
+        &[('b', 0, 1, 1), ('s', 80, 80, 160), ('t', 0, 80, 160), ('g', 0, 2, 2), ('r', 0, 1, 1), ('d', 0, 4, 4), ('e', 0, 5, 5)],
+        &[('b', 0, 1, 1), ('s', 16, 16, 160), ('t', 64, 16, 160), ('g', 0, 1, 1), ('r', 0, 2, 2), ('d', 0, 4, 4), ('e', 0, 4, 4)],
     ];
     for letters in attention {
         for mask in [(true, None), (false, None), (true, Some(5)), (false, Some(3))] {
@@ -129,6 +131,10 @@ fn cases() -> Vec<Case> {
     }
     let experts: &[(char, u64, u64, u64)] = &[('b', 0, 3, 3), ('s', 0, 7, 7), ('e', 0, 5, 5), ('h', 0, 11, 11), ('f', 0, 6, 6)];
     let grouped: &[(char, u64, u64, u64)] = &[('b', 0, 3, 3), ('s', 0, 7, 7), ('e', 0, 9, 9)];
+    let even: &[(char, u64, u64, u64)] = &[('b', 0, 3, 3), ('s', 0, 20, 20), ('e', 0, 5, 5)];
+    for tokens in [1, 3, 20] {
+        all.push(case(Op::Capacity { tokens }, &[3], &[3], even));
+    }
     all.push(case(Op::CorrectionGrad, &[3], &[1], experts));
     for renormalize in [Renormalize::Yes, Renormalize::No] {
         for score in [Score::Softmax, Score::Sigmoid] {
@@ -178,7 +184,7 @@ impl Random {
 fn check(case: &Case, dtype: DType, write: Write, tolerance: f64) {
     // Which letter counts positions.
     let sequence = match case.op {
-        Op::Attention(_) | Op::AttentionGrad(_) | Op::AddPosition | Op::AddPositionGrad => Some('s'),
+        Op::Attention(_) | Op::AttentionGrad(_) | Op::AddPosition | Op::AddPositionGrad | Op::Capacity { .. } => Some('s'),
         Op::Rope(_) => Some('b'),
         _ => None,
     };
@@ -201,16 +207,18 @@ fn check_in(case: &Case, order: Order, dtype: DType, write: Write, tolerance: f6
         node: NodeId(9),
         draws: DRAWS,
         order,
+        turn: u64::from(letters.iter().any(|l| l.0 == 't' && l.2 < l.3)),
     };
     let local = |labels: &Vec<char>, dtype: DType| LocalType {
         dtype,
         dims: labels.iter().map(|&l| extent(l).len).collect(),
-        layout: if labels.len() > 3 && labels.starts_with(&['b', 's', 'e']) { Layout::TopK { k: TOP_K } } else { Layout::Dense },
+        layout: if labels.len() > 3 && labels.starts_with(&['b', 's', 'e']) { Layout::TopK { k: TOP_K, capacity: None } } else { Layout::Dense },
         experts: if labels.len() > 2 { extent(labels[2]).logical } else { 0 },
     };
     let in_types: Vec<LocalType> = rule.ins.iter().enumerate().map(|(i, l)| local(l, if is_index(op, i) { DType::I32 } else { dtype })).collect();
     let out_types: Vec<LocalType> = rule.outs.iter().map(|(l, _)| local(l, dtype)).collect();
     let gate_at = match op {
+        Op::Capacity { .. } => Some(0),
         Op::TopKGateGrad(_) | Op::ExpertBiasGrad => Some(1),
         Op::Dispatch | Op::Undispatch | Op::Combine | Op::CombineGradRows => Some(1),
         Op::CombineGradGate | Op::ExpertEinsum(_) | Op::AddExpertBias => Some(2),
@@ -323,7 +331,7 @@ fn a_spec_that_is_no_matrix_product_is_refused() {
     let refuse = |op: &Op, l: &[u64], r: &[u64], o: &[u64], why: &str| {
         let error = Kernel::prepare(
             op,
-            &OpContext { extents: Vec::new(), inv_tokens: 1.0, loss_scale: 1.0, node: NodeId(0), draws: DRAWS, order: Order::Straight },
+            &OpContext { extents: Vec::new(), inv_tokens: 1.0, loss_scale: 1.0, node: NodeId(0), draws: DRAWS, order: Order::Straight, turn: 0 },
             &[ty(l), ty(r)],
             &[ty(o)],
         )

@@ -4,23 +4,44 @@ use dplan_ir::dtype::DType;
 use dplan_ir::op::{Attention, Documents};
 
 use super::source::{Builder, Config, Size, int};
-use super::{Alignment, Arg, Family, PrepareError, embed};
+use super::{Alignment, Arg, Family, PrepareError, embed, pointwise};
 
 /// Shared memory that one block may have on every architecture dplan knows (sm_80 has 163 KiB, later ones more).
 const MOST_SHARED: u64 = 163 * 1024;
 
-/// (q, k, v) → (o, lse).
+/// What a row's sum of exponentials begins with.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Begins {
+    Empty,
+    /// The sink of its head, a score whose value is zero: operand 3.
+    Sink,
+}
+
+/// (q, k, v) or (q, k, v, sink) → (o, lse).
 ///
 /// # Errors
 /// If a tile of the head does not fit in shared memory.
-pub fn forward(b: &mut Builder<'_>, a: &Attention) -> Result<(), PrepareError> {
+pub fn forward(b: &mut Builder<'_>, a: &Attention, begins: Begins) -> Result<(), PrepareError> {
     let s = Sizes::new(b, a);
     if halves(b.elem) && s.matrix_widths(MOST_FORWARD) {
-        mma_forward(b, a, &s)
+        mma_forward(b, a, &s, begins)
     } else {
-        plain_forward(b, a, &s)?
+        plain_forward(b, a, &s, begins)?
     }
     Ok(())
+}
+
+/// (sink, o, lse, do) → dsink: a term of each row, summed down the rows of each head.
+pub fn sink_grad(b: &mut Builder<'_>) {
+    let o = &b.d.ins[1].dims;
+    let (queries, groups, heads, dv) = (o[0] * o[1], o[2], o[3], o[4]);
+    let rows = queries * groups * heads;
+    let terms = b.take(rows * b.acc.size());
+    let text = b.config(256).int("DV", dv).text(&[include_str!("text/attention_sink.cuh")]);
+    let valid = ['g', 'r'].map(|label| int(b.d.context.extent(label).valid()));
+    let args = [Arg::In(0), Arg::In(1), Arg::In(2), Arg::In(3), terms, int(rows), int(groups), int(heads)].into_iter().chain(valid).collect();
+    b.launch(Family::Attention, "dp_sink_terms", text, Size::blocks(rows.div_ceil(8), 256, 0), args);
+    pointwise::sum_rows(b, (terms, b.acc), queries, groups * heads);
 }
 
 /// (q, k, v, o, lse, do) → (dq, dk, dv).
@@ -78,6 +99,11 @@ impl Sizes {
     fn matrix_config(&self, b: &Builder<'_>, a: &Attention, step: u64) -> Config {
         self.config(b, a, 128).flag("ASYNC", b.d.alignment == Alignment::Packs).int("STEP", step)
     }
+    /// Arguments of a forward kernel; any address will do for sinks that are not.
+    fn forward(&self, b: &Builder<'_>, begins: Begins) -> Vec<Arg> {
+        let sinks = b.input(if begins == Begins::Sink { 3 } else { b.d.ins.len() });
+        self.with(&[Arg::In(0), Arg::In(1), Arg::In(2)], &[Arg::Out(0), Arg::Out(1)]).into_iter().chain([sinks]).collect()
+    }
     /// Arguments: operands, results, numbers.
     fn with(&self, ins: &[Arg], outs: &[Arg]) -> Vec<Arg> {
         ins.iter().chain(outs).chain(&self.args).copied().collect()
@@ -108,12 +134,12 @@ fn tiles(acc: DType, s: &Sizes, [d, dv, scores]: [u64; 3]) -> Result<u64, Prepar
     Ok(bytes)
 }
 
-fn plain_forward(b: &mut Builder<'_>, a: &Attention, s: &Sizes) -> Result<(), PrepareError> {
+fn plain_forward(b: &mut Builder<'_>, a: &Attention, s: &Sizes, begins: Begins) -> Result<(), PrepareError> {
     let shared = tiles(b.acc, s, [2, 1, 1])?;
-    let text =
-        s.config(b, a, 256).text(&[POSITIONS, SHAPE, include_str!("text/attention_plain.cuh"), include_str!("text/attention_plain_forward.cuh")]);
+    let config = s.config(b, a, 256).flag("SINK", begins == Begins::Sink);
+    let text = config.text(&[POSITIONS, SHAPE, include_str!("text/attention_plain.cuh"), include_str!("text/attention_plain_forward.cuh")]);
     let blocks = s.queries.div_ceil(TILE) * s.batch * s.groups * s.heads;
-    let args = s.with(&[Arg::In(0), Arg::In(1), Arg::In(2)], &[Arg::Out(0), Arg::Out(1)]);
+    let args = s.forward(b, begins);
     b.launch(Family::Attention, "dp_attention", text, Size::blocks(blocks, 256, shared), args);
     Ok(())
 }
@@ -131,14 +157,14 @@ fn plain_backward(b: &mut Builder<'_>, a: &Attention, s: &Sizes, delta: Arg) -> 
     Ok(())
 }
 
-fn mma_forward(b: &mut Builder<'_>, a: &Attention, s: &Sizes) {
+fn mma_forward(b: &mut Builder<'_>, a: &Attention, s: &Sizes, begins: Begins) {
     let step = if s.d.max(s.dv) > 128 { 32 } else { 64 };
     let texts =
         [POSITIONS, SHAPE, include_str!("text/tiles.cuh"), include_str!("text/attention_mma.cuh"), include_str!("text/attention_mma_forward.cuh")];
-    let text = s.matrix_config(b, a, step).text(&texts);
+    let text = s.matrix_config(b, a, step).flag("SINK", begins == Begins::Sink).text(&texts);
     let shared = ((ROWS + 2 * step) * (s.d + 8) + 2 * step * (s.dv + 8)) * 2;
     let blocks = s.queries.div_ceil(ROWS) * s.batch * s.groups * s.heads;
-    let args = s.with(&[Arg::In(0), Arg::In(1), Arg::In(2)], &[Arg::Out(0), Arg::Out(1)]);
+    let args = s.forward(b, begins);
     b.launch(Family::Attention, "dp_attention", text, Size::blocks(blocks, 128, shared), args);
 }
 

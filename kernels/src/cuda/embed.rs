@@ -1,6 +1,6 @@
 //! Lookups by token and position: embedding tables, learned positions, rotary angles.
 
-use dplan_ir::extent::Extent;
+use dplan_ir::extent::{Extent, OpContext};
 use dplan_ir::op::{Pairs, Rope, Rotation};
 use dplan_ir::order::Order;
 
@@ -71,19 +71,24 @@ pub fn is_zigzag(b: &Builder<'_>) -> bool {
 
 /// Chunk and blocks of the order of a sequence, as `positions.cuh` takes them.
 pub fn order_args(b: &Builder<'_>, length: u64) -> [Arg; 2] {
-    match b.d.context.order {
+    order_args_of(b.d.context, length)
+}
+
+/// The same of some op.
+pub fn order_args_of(context: &OpContext, length: u64) -> [Arg; 2] {
+    match context.order {
         Order::Straight => [int(1), int(1)],
-        Order::Zigzag { blocks } => [int(b.d.context.order.chunk(length)), int(blocks)],
+        Order::Zigzag { blocks } => [int(context.order.chunk(length)), int(blocks)],
     }
 }
 
 /// # Errors
-/// If there is not one frequency for each pair.
+/// If there is no pair, or more pairs than vectors have room for.
 pub fn rope(b: &mut Builder<'_>, rope: &Rope, positions: Extent) -> Result<(), PrepareError> {
     let dims = &b.d.ins[0].dims;
     let (half, width) = (rope.inv_freq.len() as u64, dims[dims.len() - 1]);
-    if half * 2 != width || rope.pairs != Pairs::Halves || rope.scale != 1.0 {
-        return Err(PrepareError::Sizes(format!("no CUDA kernel turns {half} pairs of vectors of {width} in this way")));
+    if half == 0 || rope.end() > width {
+        return Err(PrepareError::Sizes(format!("{half} pairs from element {} on of vectors of {width}", rope.start)));
     }
     let sign = match rope.rotation {
         Rotation::Forward => 1.0,
@@ -94,6 +99,10 @@ pub fn rope(b: &mut Builder<'_>, rope: &Rope, positions: Extent) -> Result<(), P
     let text = b
         .config(THREADS)
         .int("HALF", half)
+        .int("WIDTH", width)
+        .int("START", rope.start)
+        .flag("NEIGHBOURS", rope.pairs == Pairs::Neighbours)
+        .real("SCALE", rope.scale)
         .flag("ZIGZAG", is_zigzag(b))
         .line(&table)
         .text(&[include_str!("text/positions.cuh"), include_str!("text/rope.cuh")]);

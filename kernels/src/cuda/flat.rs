@@ -236,6 +236,35 @@ pub fn log_sum_exp(dtype: DType, parts: u64, n: u64) -> Routine {
     routine(launch, 0, 4 * n * parts, n * (parts + 1) * dtype.size())
 }
 
+/// Where the left of two parts is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Left {
+    /// Where the result goes.
+    InPlace,
+    Elsewhere,
+}
+
+/// dst ← left + right, for each of several values, of these types and sizes. Operands: all of left, then all of right.
+pub fn join_sums(values: &[(DType, u64)], left: Left) -> Routine {
+    let launches = values.iter().enumerate().flat_map(|(at, &(dtype, n))| {
+        let args = vec![Arg::In(at), Arg::In(values.len() + at), Arg::Out(at), int(n)];
+        one(Family::Pointwise, "dp_join_sums", joining(dtype, left), Size::over(n, THREADS), args)
+    });
+    routine(launches.collect(), 0, values.iter().map(|v| v.1).sum(), values.iter().map(|(dtype, n)| 3 * n * dtype.size()).sum())
+}
+
+/// dst ← left and right joined, each (o, lse) of an attention over other keys: `rows` of `width` elements of o. Operands: both of left, then both of right.
+pub fn join_attention(dtype: DType, rows: u64, width: u64, left: Left) -> Routine {
+    let args = [0, 1, 2, 3].map(Arg::In).into_iter().chain([Arg::Out(0), Arg::Out(1), int(rows), int(width)]).collect();
+    let launch = one(Family::Attention, "dp_join_attention", joining(dtype, left), Size::blocks(rows.div_ceil(THREADS / 32), THREADS, 0), args);
+    routine(launch, 0, rows * (3 * width + 8), 3 * rows * (width * dtype.size() + dtype.accumulator().size()))
+}
+
+fn joining(dtype: DType, left: Left) -> String {
+    let config = Config::default().ty("elem", dtype).ty("acc", dtype.accumulator()).int("THREADS", THREADS);
+    config.flag("IN_PLACE", left == Left::InPlace).text(&[include_str!("text/join.cuh")])
+}
+
 #[derive(Clone, Copy)]
 struct Sum {
     input: DType,

@@ -13,7 +13,6 @@
 
 pub mod arch;
 pub mod attention;
-pub mod dropout;
 pub mod embed;
 pub mod epilogue;
 pub mod flat;
@@ -23,6 +22,7 @@ pub mod moe;
 pub mod norm;
 pub mod pointwise;
 pub mod product;
+pub mod rows;
 pub mod source;
 pub mod tensor;
 
@@ -184,18 +184,10 @@ pub fn prepare(d: &Descriptor<'_>) -> Result<Routine, PrepareError> {
     match d.op {
         Op::Einsum(spec) => product::einsum(&mut b, spec)?,
         Op::ExpertEinsum(spec) => product::experts(&mut b, spec)?,
-        Op::Add => pointwise::elementwise(&mut b, "u = x + y;", None),
-        Op::Sub => pointwise::elementwise(&mut b, "u = x - y;", None),
-        Op::Neg => pointwise::elementwise(&mut b, "u = -x;", None),
-        Op::MeanGrad => pointwise::elementwise(&mut b, "u = x;", None),
-        Op::Dropout { rate } => {
-            let dims: Vec<_> = (0..rule.ins[0].len()).map(|dim| extent(0, dim)).collect();
-            dropout::dropout(&mut b, *rate, &dims)?;
+        Op::Add | Op::Sub | Op::Neg | Op::MeanGrad | Op::Act(_) | Op::ActGrad(_) | Op::Gated(_) | Op::GatedGrad(_) => {
+            let expression = pointwise::expression(d.op).ok_or(PrepareError::Missing("an op that is no expression"))?;
+            pointwise::elementwise(&mut b, expression);
         }
-        Op::Act(f) => pointwise::elementwise(&mut b, "acc s; activation(x, u, s);", Some(*f)),
-        Op::ActGrad(f) => pointwise::elementwise(&mut b, "acc s; activation(x, v, s); u = y * s;", Some(*f)),
-        Op::Gated(f) => pointwise::elementwise(&mut b, "acc s; activation(x, u, s); u = u * y;", Some(*f)),
-        Op::GatedGrad(f) => pointwise::elementwise(&mut b, "acc a, s; activation(x, a, s); u = z * y * s; v = z * a;", Some(*f)),
         Op::AddBias => pointwise::repeated(&mut b, d.ins[1].elems()),
         Op::AddPosition => embed::positions_add(&mut b, extent(0, 1)),
         Op::SumLeading { keep } => {
@@ -205,12 +197,11 @@ pub fn prepare(d: &Descriptor<'_>) -> Result<Routine, PrepareError> {
         Op::AddPositionGrad => embed::positions_grad(&mut b, extent(0, 1)),
         Op::RmsNorm { .. } | Op::RmsNormGradInput { .. } if d.ins[1].dims.len() > 1 => return Err(PrepareError::Missing("norms over heads")),
         Op::RmsNormGradWeight { .. } if d.outs[0].dims.len() > 1 => return Err(PrepareError::Missing("norms over heads")),
-        Op::RmsNorm { eps } => norm::norm(&mut b, norm::Which::Rms, norm::Part::Forward, *eps)?,
-        Op::RmsNormGradInput { eps } => norm::norm(&mut b, norm::Which::Rms, norm::Part::GradInput, *eps)?,
-        Op::RmsNormGradWeight { eps } => norm::norm(&mut b, norm::Which::Rms, norm::Part::GradWeight, *eps)?,
-        Op::LayerNorm { eps } => norm::norm(&mut b, norm::Which::Layer, norm::Part::Forward, *eps)?,
-        Op::LayerNormGradInput { eps } => norm::norm(&mut b, norm::Which::Layer, norm::Part::GradInput, *eps)?,
-        Op::LayerNormGradWeight { eps } => norm::norm(&mut b, norm::Which::Layer, norm::Part::GradWeight, *eps)?,
+        Op::RmsNorm { .. } | Op::RmsNormGradInput { .. } | Op::LayerNorm { .. } | Op::LayerNormGradInput { .. } | Op::Dropout { .. } => {
+            rows::alone(&mut b)?;
+        }
+        Op::RmsNormGradWeight { eps } => norm::grad_weight(&mut b, norm::Which::Rms, *eps)?,
+        Op::LayerNormGradWeight { eps } => norm::grad_weight(&mut b, norm::Which::Layer, *eps)?,
         Op::Rope(rope) => embed::rope(&mut b, rope, extent(0, 1))?,
         Op::Embed => embed::lookup(&mut b, extent(0, 0)),
         Op::EmbedGrad => embed::lookup_grad(&mut b, d.context.extent(rule.outs[0].0[0])),
@@ -224,16 +215,21 @@ pub fn prepare(d: &Descriptor<'_>) -> Result<Routine, PrepareError> {
             moe::router_grad(&mut b, router.k, router.renormalize, extent(0, 2))?;
         }
         Op::TopKGate(_) | Op::TopKGateGrad(_) => return Err(PrepareError::Missing("routers other than a softmax")),
+        Op::Capacity { tokens } => moe::first_tokens(&mut b, *tokens),
         Op::CorrectionGrad => return Err(PrepareError::Missing("a router's correction")),
-        Op::AttentionSink(_) | Op::SinkGrad => return Err(PrepareError::Missing("attention with sinks")),
         Op::Append | Op::AppendGradHead | Op::AppendGradTail => return Err(PrepareError::Missing("keys with a shared part")),
-        Op::AddExpertBias | Op::ExpertBiasGrad => return Err(PrepareError::Missing("biases of experts")),
+        Op::AddExpertBias => moe::bias(&mut b),
+        Op::ExpertBiasGrad => moe::bias_grad(&mut b),
         Op::Dispatch => moe::rows(&mut b, moe::Gated::No),
         Op::CombineGradRows => moe::rows(&mut b, moe::Gated::Yes),
         Op::Undispatch => moe::tokens(&mut b, moe::Gated::No),
         Op::Combine => moe::tokens(&mut b, moe::Gated::Yes),
         Op::CombineGradGate => moe::dot(&mut b),
-        Op::Attention(a) => attention::forward(&mut b, a)?,
+        Op::Attention(a) => attention::forward(&mut b, a, attention::Begins::Empty)?,
+        // Of the turns of a ring, the first counts the sink.
+        Op::AttentionSink(a) if d.context.turn > 0 => attention::forward(&mut b, a, attention::Begins::Empty)?,
+        Op::AttentionSink(a) => attention::forward(&mut b, a, attention::Begins::Sink)?,
+        Op::SinkGrad => attention::sink_grad(&mut b),
         Op::AttentionGrad(a) => attention::backward(&mut b, a)?,
     }
     let mut cost = op_cost(d.op, &d.ins.iter().collect::<Vec<_>>(), &d.outs.iter().collect::<Vec<_>>());

@@ -3,10 +3,13 @@
 use dplan_ir::extent::Extent;
 use dplan_ir::op::Renormalize;
 
+use super::embed::{is_zigzag, order_args};
 use super::source::{Builder, Size, int};
 use super::{Arg, Family, PrepareError};
 
 const THREADS: u64 = 256;
+/// Columns of a block that sums down them.
+const COLUMNS: u64 = 128;
 /// Most experts that a warp routes to, 32 for each register of a lane.
 const MOST_EXPERTS: u64 = 1024;
 
@@ -45,6 +48,16 @@ fn route(
     args.extend([Arg::Out(0), int(tokens), int(experts.len), int(experts.valid())]);
     b.launch(Family::Router, entry, config.text(&[text]), Size::blocks(tokens.div_ceil(THREADS / 32), THREADS, 0), args);
     Ok(())
+}
+
+/// (gate) → gate, of which each expert keeps the first `most` tokens of each sequence.
+pub fn first_tokens(b: &mut Builder<'_>, most: u64) {
+    let &[sequences, sequence, experts] = &b.d.ins[0].dims[..] else { return };
+    let config = b.config(THREADS).flag("ZIGZAG", is_zigzag(b));
+    let text = config.text(&[include_str!("text/positions.cuh"), include_str!("text/capacity.cuh")]);
+    let numbers = [sequence, experts, most.min(sequence)].map(int);
+    let args = [Arg::In(0), Arg::Out(0)].into_iter().chain(numbers).chain(order_args(b, sequence)).collect();
+    b.launch(Family::Router, "dp_capacity", text, Size::blocks(sequences * experts, THREADS, THREADS / 32 * 4), args);
 }
 
 /// Where rows lie, in working memory.
@@ -107,6 +120,25 @@ pub fn dot(b: &mut Builder<'_>) {
     let text = b.config(THREADS).text(&[include_str!("text/moe_dot.cuh")]);
     let args = vec![Arg::In(0), Arg::In(1), map.places, Arg::Out(0), int(map.tokens), int(width), int(map.experts)];
     b.launch(Family::Moe, "dp_moe_dot", text, Size::blocks((map.tokens * map.experts).div_ceil(THREADS / 32), THREADS, 0), args);
+}
+
+/// (rows, bias, gate) → rows, each plus its expert's bias.
+pub fn bias(b: &mut Builder<'_>) {
+    let width = b.d.ins[1].dims[1];
+    let map = map(b, 2, capacity(b.d.outs[0].elems(), width));
+    let pack = b.pack(&[width]);
+    let text = b.config(THREADS).int("VEC", pack).text(&[include_str!("text/moe_bias.cuh")]);
+    let args = vec![Arg::In(0), Arg::In(1), map.slots, Arg::Out(0), int(map.capacity), int(width), int(map.experts)];
+    b.launch(Family::Moe, "dp_moe_bias", text, Size::over(map.capacity * width / pack, THREADS), args);
+}
+
+/// (dy, gate) → the sum of the rows of each expert.
+pub fn bias_grad(b: &mut Builder<'_>) {
+    let (experts, width) = (b.d.outs[0].dims[0], b.d.outs[0].dims[1]);
+    let map = map(b, 1, capacity(b.d.ins[0].elems(), width));
+    let text = b.config(COLUMNS).ty("grad_t", b.d.outs[0].dtype).text(&[include_str!("text/moe_bias_grad.cuh")]);
+    let args = vec![Arg::In(0), map.starts, Arg::Out(0), int(map.capacity), int(width)];
+    b.launch(Family::Moe, "dp_moe_bias_grad", text, Size::blocks(experts * width.div_ceil(COLUMNS), COLUMNS, 0), args);
 }
 
 /// Zeroes the rows of the result past the last.

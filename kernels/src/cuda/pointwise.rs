@@ -1,15 +1,30 @@
 //! Elementwise ops, and sums down columns.
 
 use dplan_ir::dtype::DType;
-use dplan_ir::op::Activation;
+use dplan_ir::op::{Activation, Op};
 
 use super::source::{Builder, Config, Size, int};
 use super::{Arg, Family};
 
 const THREADS: u64 = 256;
 
+/// What an op makes of operands x, y, z at one place: its results u, v, and the activation that it computes.
+pub fn expression(op: &Op) -> Option<(&'static str, Option<Activation>)> {
+    match op {
+        Op::Add => Some(("u = x + y;", None)),
+        Op::Sub => Some(("u = x - y;", None)),
+        Op::Neg => Some(("u = -x;", None)),
+        Op::MeanGrad => Some(("u = x;", None)),
+        Op::Act(f) => Some(("acc s; activation(x, u, s);", Some(*f))),
+        Op::ActGrad(f) => Some(("acc s; activation(x, v, s); u = y * s;", Some(*f))),
+        Op::Gated(f) => Some(("acc s; activation(x, u, s); u = u * y;", Some(*f))),
+        Op::GatedGrad(f) => Some(("acc a, s; activation(x, a, s); u = z * y * s; v = z * a;", Some(*f))),
+        _ => None,
+    }
+}
+
 /// Results are an expression of operands at the same place.
-pub fn elementwise(b: &mut Builder<'_>, expression: &str, activation: Option<Activation>) {
+pub fn elementwise(b: &mut Builder<'_>, (expression, activation): (&str, Option<Activation>)) {
     launch(b, expression, activation, None);
 }
 
@@ -68,17 +83,22 @@ fn number(f: Activation) -> (u64, u32) {
 /// Σ over rows of `cols` elements: parts of the rows first, then the parts.
 pub fn sum_leading(b: &mut Builder<'_>, cols: u64) {
     let rows = b.d.ins[0].elems() / cols.max(1);
+    sum_rows(b, (Arg::In(0), b.elem), rows, cols);
+}
+
+/// The first result ← (+) the sum of `rows` rows at an address.
+pub fn sum_rows(b: &mut Builder<'_>, (from, elem): (Arg, DType), rows: u64, cols: u64) {
     let parts = rows.div_ceil(ROWS_OF_A_PART).clamp(1, MOST_PARTS);
     let chunk = rows.div_ceil(parts);
     let parts = rows.div_ceil(chunk.max(1)).max(1);
-    let (elem, acc, out) = (b.elem, b.acc, b.d.outs[0].dtype);
+    let (acc, out) = (b.acc, b.d.outs[0].dtype);
     if parts == 1 {
-        let args = vec![Arg::In(0), Arg::Out(0), int(rows), int(cols), int(rows)];
+        let args = vec![from, Arg::Out(0), int(rows), int(cols), int(rows)];
         b.launch(Family::Columns, "dp_columns", columns(elem, out, acc, b.add()), strips(cols, 1), args);
         return;
     }
     let aux = b.take(parts * cols * acc.size());
-    let args = vec![Arg::In(0), aux, int(rows), int(cols), int(chunk)];
+    let args = vec![from, aux, int(rows), int(cols), int(chunk)];
     b.launch(Family::Columns, "dp_columns", columns(elem, acc, acc, false), strips(cols, parts), args);
     sum_parts(b, aux, parts, cols, 0);
 }

@@ -1,7 +1,7 @@
 //! Random cases of each family: every op of it, edge sizes and any others, every element type, writing and adding, aligned and not.
 
 use dplan_ir::dtype::DType;
-use dplan_ir::op::{Activation, Attention, Documents, Mask, Op, Renormalize, Rope, Rotation, Router};
+use dplan_ir::op::{Activation, Attention, Documents, Mask, Op, Pairs, Renormalize, Rope, Rotation, Router};
 use dplan_ir::order::Order;
 use dplan_ir::program::Write;
 
@@ -172,12 +172,16 @@ fn rotary(r: &mut Random) -> Case {
     let pairs = [1, 3, 8, 32][r.below(4) as usize];
     let rotation = if r.below(2) == 0 { Rotation::Forward } else { Rotation::Inverse };
     let inv_freq = (0..pairs).map(|i| 10000f64.powf(-(i as f64) / pairs as f64)).collect();
+    // Whole vectors, or a part of them, in both ways to be paired.
+    let parts = [(Pairs::Halves, 0, 0, 1.0), (Pairs::Neighbours, 3, 0, 1.0), (Pairs::Halves, 0, 5, 1.25)];
+    let (pairing, first, rest, scale) = parts[r.below(3) as usize];
+    let width = first + 2 * pairs + rest;
     let s = r.size(20);
     // Positions up to 131072 lose nothing.
-    let letters = vec![letter('a', r.size(3)), ('b', r.below(131_072), s, 1 << 20), letter('c', r.size(5)), letter('d', 2 * pairs)];
+    let letters = vec![letter('a', r.size(3)), ('b', r.below(131_072), s, 1 << 20), letter('c', r.size(5)), letter('d', width)];
     let (order, start, s, whole) = zigzag(r);
-    let turned = vec![letter('a', r.size(3)), ('b', start, s, whole), letter('c', r.size(5)), letter('d', 2 * pairs)];
-    let op = Op::Rope(Rope::whole(rotation, inv_freq));
+    let turned = vec![letter('a', r.size(3)), ('b', start, s, whole), letter('c', r.size(5)), letter('d', width)];
+    let op = Op::Rope(Rope { rotation, pairs: pairing, start: first, scale, inv_freq });
     if r.below(2) == 0 { case(r, op, &[4], &[4], letters) } else { Case { order, ..case(r, op, &[4], &[4], turned) } }
 }
 
@@ -199,19 +203,29 @@ fn router(r: &mut Random) -> Case {
     let (k, renormalize) = (1 + r.below(8), if r.below(2) == 0 { Renormalize::Yes } else { Renormalize::No });
     let op = if r.below(2) == 0 { Op::TopKGate(Router::softmax(k, renormalize)) } else { Op::TopKGateGrad(Router::softmax(k, renormalize)) };
     let ins: &[usize] = if matches!(op, Op::TopKGate(_)) { &[3] } else { &[3, 3, 3] };
+    if r.below(3) == 0 {
+        // Longer than a block of threads now and then, in any order.
+        let (order, _, _, s) = zigzag(r);
+        let (order, s) = if r.below(2) == 0 { (order, s) } else { (Order::Straight, r.size(700)) };
+        let letters = vec![letter('b', r.size(3)), letter('s', s), letter('e', r.size(9))];
+        let op = Op::Capacity { tokens: 1 + r.below(s) };
+        return Case { top_k: k, order, ..case(r, op, &[3], &[3], letters) };
+    }
     Case { top_k: k, ..case(r, op, ins, &[3], letters) }
 }
 
 fn experts(r: &mut Random) -> Case {
     let letters = vec![letter('b', r.size(3)), letter('s', r.size(70)), letter('e', r.size(9)), letter('h', r.size(40)), letter('f', r.size(70))];
     let expert = |a: &str, b: &str, c: &str| Op::ExpertEinsum(spec(a, b, c));
-    let drawn = match r.below(8) {
+    let drawn = match r.below(10) {
         0 => case(r, Op::Dispatch, &[3, 3], &[4], letters),
         1 => case(r, Op::Undispatch, &[4, 3], &[3], letters),
         2 => case(r, Op::Combine, &[4, 3], &[3], letters),
         3 => case(r, Op::CombineGradRows, &[3, 3], &[4], letters),
         4 => case(r, Op::CombineGradGate, &[3, 4, 3], &[3], letters),
         5 => case(r, expert("bseh", "efh", "bsef"), &[4, 3, 3], &[4], letters),
+        7 => case(r, Op::AddExpertBias, &[4, 2, 3], &[4], letters),
+        8 => case(r, Op::ExpertBiasGrad, &[4, 3], &[2], letters),
         6 => case(r, expert("bsef", "efh", "bseh"), &[4, 3, 3], &[4], letters),
         _ => case(r, expert("bsef", "bseh", "efh"), &[4, 4, 3], &[3], letters),
     };
@@ -265,9 +279,11 @@ fn attention_case(r: &mut Random, widths: &[(u64, u64, usize, bool)], most: u64)
         letter('e', e),
     ];
     let (order, start, s, whole) = if bound && mode % 2 == 0 { zigzag(r) } else { (Order::Straight, start, s, s + start) };
+    // All keys, or a block of another rank as long as that of the queries.
+    let keys = if order != Order::Straight && r.below(2) == 0 { (r.below(whole / s) * s, s) } else { (0, whole) };
     let letters = letters.into_iter().map(|l| match l.0 {
         's' => ('s', start, s, whole),
-        't' => letter('t', whole),
+        't' => ('t', keys.0, keys.1, whole),
         _ => l,
     });
     let letters = letters.collect();
@@ -275,10 +291,11 @@ fn attention_case(r: &mut Random, widths: &[(u64, u64, usize, bool)], most: u64)
     let documents = if bound && r.below(3) == 0 { Documents::Apart } else { Documents::Joined };
     let op = Attention { mask: Mask { causal, window, documents }, scale: 0.4 };
     let with_first = |ranks: &[usize]| ranks.iter().copied().chain((documents == Documents::Apart).then_some(2)).collect::<Vec<_>>();
-    let drawn = if r.below(2) == 0 {
-        case(r, Op::Attention(op), &with_first(&[5, 4, 4]), &[5, 4], letters)
-    } else {
-        case(r, Op::AttentionGrad(op), &with_first(&[5, 4, 4, 5, 4, 5]), &[5, 4, 4], letters)
+    let drawn = match r.below(5) {
+        0 => case(r, Op::Attention(op), &with_first(&[5, 4, 4]), &[5, 4], letters),
+        1 => case(r, Op::AttentionSink(op), &with_first(&[5, 4, 4, 2]), &[5, 4], letters),
+        2 => case(r, Op::SinkGrad, &[2, 5, 4, 5], &[2], letters.into_iter().filter(|l| !"td".contains(l.0)).collect()),
+        _ => case(r, Op::AttentionGrad(op), &with_first(&[5, 4, 4, 5, 4, 5]), &[5, 4, 4], letters),
     };
     let (dtype, write, alignment) = MODES[mode];
     Case { dtype, write, alignment, order, ..drawn }

@@ -3,6 +3,7 @@
 //! A [`Case`] is an op with sizes and types; [`draw`] draws cases of each family. [`make`] gives it operands, what [`dplan_ir::interp`] makes of them in f64, and what each
 //! element may be off by: products 8 √K 2⁻²⁴ Σ|a||b|, attention in halves what rounding its probabilities costs, others a tolerance of the caller.
 
+pub mod chains;
 pub mod draw;
 pub mod flat;
 
@@ -20,7 +21,7 @@ use dplan_ir::extent::{Extent, OpContext};
 use dplan_ir::graph::Layout;
 use dplan_ir::infer::is_index;
 use dplan_ir::interp::{Tensor, op::eval};
-use dplan_ir::op::{Documents, Op, Spec};
+use dplan_ir::op::{Attention, Documents, Op, Spec};
 use dplan_ir::optimizer::{Hyper, StepScalars};
 use dplan_ir::order::Order;
 use dplan_ir::program::Write;
@@ -116,6 +117,13 @@ impl Buffer {
         }
         buffer
     }
+    /// Other bytes, of the same type and at such an address.
+    pub fn with(&self, bytes: &[u8]) -> Buffer {
+        let alignment = if self.beyond() == 0 { Alignment::Packs } else { Alignment::Elements };
+        let mut other = Buffer::new(&vec![0.0; bytes.len() / self.dtype.size() as usize], self.dtype, alignment);
+        other.bytes_mut().copy_from_slice(bytes);
+        other
+    }
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: inside the words, which are plain bytes.
         unsafe { std::slice::from_raw_parts(self.words.as_ptr().cast::<u8>().add(self.skip), self.bytes) }
@@ -194,7 +202,7 @@ pub fn step() -> StepScalars {
 fn operand(op: &Op, at: usize, dtype: DType) -> DType {
     match (op, at) {
         _ if is_index(op, at) => DType::I32,
-        (Op::AttentionGrad(_), 4) | (Op::CeStatsGrad, 2..) => dtype.accumulator(),
+        (Op::AttentionGrad(_), 4) | (Op::SinkGrad, 2) | (Op::CeStatsGrad, 2..) => dtype.accumulator(),
         _ => dtype,
     }
 }
@@ -203,7 +211,8 @@ fn result(op: &Op, at: usize, dtype: DType) -> DType {
     match (op, at) {
         (Op::SumLeading { .. } | Op::RmsNormGradWeight { .. } | Op::LayerNormGradWeight { .. }, _)
         | (Op::EmbedGrad | Op::AddPositionGrad | Op::CeStats | Op::Mean, _)
-        | (Op::Attention(_), 1) => dtype.accumulator(),
+        | (Op::Attention(_) | Op::AttentionSink(_), 1)
+        | (Op::SinkGrad | Op::ExpertBiasGrad, _) => dtype.accumulator(),
         _ => dtype,
     }
 }
@@ -222,6 +231,7 @@ fn context(case: &Case) -> OpContext {
         node: NodeId(7),
         draws: DRAWS.after(MICRO_BATCH * sequences),
         order: case.order,
+        turn: 0,
     }
 }
 
@@ -254,7 +264,7 @@ pub fn make(case: &Case, random: &mut Random) -> Prepared {
     let local = |labels: &Vec<char>, dtype: DType| LocalType {
         dtype,
         dims: labels.iter().map(|&l| extent(l).len).collect(),
-        layout: if labels.len() > 3 && labels.starts_with(&['b', 's', 'e']) { Layout::TopK { k: case.top_k } } else { Layout::Dense },
+        layout: if labels.len() > 3 && labels.starts_with(&['b', 's', 'e']) { Layout::TopK { k: case.top_k, capacity: None } } else { Layout::Dense },
         experts: letters.iter().find(|l| l.0 == 'e').map_or(0, |l| l.3),
     };
     let in_types: Vec<LocalType> = rule.ins.iter().enumerate().map(|(i, l)| local(l, operand(op, i, *dtype))).collect();
@@ -263,8 +273,9 @@ pub fn make(case: &Case, random: &mut Random) -> Prepared {
         out_types[0].dtype = out;
     }
     let gate_at = match op {
-        Op::TopKGateGrad(_) | Op::Dispatch | Op::Undispatch | Op::Combine | Op::CombineGradRows => Some(1),
-        Op::CombineGradGate | Op::ExpertEinsum(_) => Some(2),
+        Op::Capacity { .. } => Some(0),
+        Op::TopKGateGrad(_) | Op::Dispatch | Op::Undispatch | Op::Combine | Op::CombineGradRows | Op::ExpertBiasGrad => Some(1),
+        Op::CombineGradGate | Op::ExpertEinsum(_) | Op::AddExpertBias => Some(2),
         _ => None,
     };
     let gate = gate_at.map(|at| {
@@ -283,7 +294,7 @@ pub fn make(case: &Case, random: &mut Random) -> Prepared {
         _ => letters.iter().map(|l| l.3).max().unwrap_or(1).min(41),
     };
     let number = |random: &mut Random, dtype: DType| round(random.uniform() * 4.0 - 2.0, dtype);
-    let ins: Vec<Tensor> = in_types
+    let mut ins: Vec<Tensor> = in_types
         .iter()
         .enumerate()
         .map(|(at, ty)| {
@@ -292,7 +303,7 @@ pub fn make(case: &Case, random: &mut Random) -> Prepared {
             }
             let elems = ty.dims.iter().product::<u64>();
             let values = match op {
-                Op::Attention(_) | Op::AttentionGrad(_) if ty.dtype == DType::I32 => begins(&context, ty.dims[0], random),
+                Op::Attention(_) | Op::AttentionGrad(_) | Op::AttentionSink(_) if ty.dtype == DType::I32 => begins(&context, ty.dims[0], random),
                 _ => (0..elems).map(|_| if ty.dtype == DType::I32 { random.below(vocabulary) as f64 } else { number(random, ty.dtype) }).collect(),
             };
             let dense = Tensor::dense(&ty.dims, values);
@@ -302,6 +313,14 @@ pub fn make(case: &Case, random: &mut Random) -> Prepared {
             }
         })
         .collect();
+    // Probabilities that the way back computes again are none if o and lse are not of these operands.
+    if let Op::AttentionGrad(a) = op {
+        let forward: Vec<&Tensor> = ins.iter().take(3).chain(ins.iter().skip(6)).collect();
+        let made = eval(&Op::Attention(*a), &context, &forward, &in_types[3..5]);
+        for (at, made) in (3..5).zip(made) {
+            ins[at] = Tensor::dense(&in_types[at].dims, made.data.iter().map(|&x| round(x, in_types[at].dtype)).collect());
+        }
+    }
     let starts: Vec<Vec<f64>> = out_types.iter().map(|t| (0..t.elems()).map(|_| number(random, t.dtype)).collect()).collect();
     let refs: Vec<&Tensor> = ins.iter().collect();
     let add = |tensors: Vec<Tensor>| -> Vec<Vec<f64>> {
@@ -312,7 +331,9 @@ pub fn make(case: &Case, random: &mut Random) -> Prepared {
         with.collect()
     };
     let row = rule.outs.first().and_then(|(labels, _)| labels.last()).map_or(1, |&l| extent(l).len);
-    let (made, extras) = follow(case, &context, eval(op, &context, &refs, &out_types), &out_types, row, &mut |dtype| number(random, dtype));
+    let evaluated = eval(op, &context, &refs, &out_types);
+    let product = evaluated.first().cloned();
+    let (made, extras) = follow(case, &context, evaluated, &out_types, row, &mut |dtype| number(random, dtype));
     let want = add(made);
     let mut bounds: Vec<Option<Vec<f64>>> = vec![None; out_types.len()];
     match op {
@@ -324,14 +345,13 @@ pub fn make(case: &Case, random: &mut Random) -> Prepared {
             }
             let terms: f64 = spec.left.chars().filter(|l| !spec.out.contains(*l)).map(|l| extent(l).len as f64).product();
             let sums = eval(op, &context, &positive.iter().collect::<Vec<_>>(), &out_types).swap_remove(0).data;
-            let unit = 8.0 * terms.sqrt().max(1.0) * 2f64.powi(-24);
-            // What follows makes at most an eighth more of an error in the sum, and adds a few of its own.
-            let of_tails = case.tails.len() as f64 * 2f64.powi(-21);
-            let more = if case.tails.is_empty() { 1.0 } else { 1.125 };
-            let follows = |i: usize| of_tails * (1.0 + sums[i] + extras.iter().map(|(t, _)| t.data[i % t.data.len()].abs()).sum::<f64>());
-            bounds[0] = Some(sums.iter().zip(&want[0]).enumerate().map(|(i, (s, w))| more * unit * (s + w.abs()) + follows(i)).collect());
+            let unit = 8.0 * terms.sqrt().max(1.0) * UNIT;
+            let follows = of_tails(case, &context, product, &extras, &out_types, sums.iter().map(|s| unit * s).collect());
+            bounds[0] = Some(follows.iter().zip(&want[0]).map(|(e, w)| e + unit * w.abs()).collect());
         }
-        Op::Attention(a) | Op::AttentionGrad(a) if dtype.size() == 2 => bounds = attention_bounds(a, &context, &ins, *dtype),
+        Op::Attention(a) | Op::AttentionGrad(a) | Op::AttentionSink(a) if dtype.size() == 2 => {
+            bounds = attention_bounds(op, a, &context, &ins, *dtype)
+        }
         _ => {}
     }
     let extra_types: Vec<LocalType> = extras.iter().map(|(_, ty)| ty.clone()).collect();
@@ -358,6 +378,59 @@ pub fn make(case: &Case, random: &mut Random) -> Prepared {
     }
 }
 
+/// Half a unit in the last place of 1, of the sums.
+const UNIT: f64 = 1.0 / (1u64 << 24) as f64;
+/// Of all activations: the largest slope (of gelu, 1.1290), and what computing a value or a slope may be off by, in [`UNIT`]s of |x| and of 1 + |x|: exp, erf and tanh are good to
+/// two units in the last place, and no activation has more than six roundings besides.
+const STEEPEST: f64 = 1.13;
+const OF_VALUE: f64 = 8.0;
+const OF_SLOPE: f64 = 16.0;
+
+/// What a product's sums may be off by, `error`, once all that follows is done: e' = |T'| e + what T itself rounds.
+fn of_tails(
+    case: &Case,
+    context: &OpContext,
+    product: Option<Tensor>,
+    extras: &[(Tensor, LocalType)],
+    out_types: &[LocalType],
+    mut error: Vec<f64>,
+) -> Vec<f64> {
+    let (Some(mut x), mut others) = (product, extras.iter().map(|(y, _)| y)) else { return error };
+    for tail in &case.tails {
+        let y = tail.operand().and_then(|_| others.next());
+        let next = apply(*tail, context, &x, y, out_types);
+        // f'(y), as the cotangent 1 has it.
+        let slopes = match (tail, y) {
+            (Tail::ActGrad(_), Some(_)) => Some(apply(*tail, context, &x.map(|_| 1.0), y, out_types)),
+            _ => None,
+        };
+        for (i, e) in error.iter_mut().enumerate() {
+            *e = match (tail, y, &slopes) {
+                (Tail::ActGrad(_), Some(y), Some(slopes)) => {
+                    (slopes.data[i].abs() + OF_SLOPE * UNIT * (1.0 + y.data[i].abs())) * *e
+                        + UNIT * (OF_SLOPE * (1.0 + y.data[i].abs()) * x.data[i].abs() + next.data[i].abs())
+                }
+                (Tail::Act(_), ..) => STEEPEST * *e + OF_VALUE * UNIT * x.data[i].abs(),
+                (Tail::Bias | Tail::Add | Tail::ActGrad(_), ..) => *e + UNIT * next.data[i].abs(),
+            };
+        }
+        x = next;
+    }
+    error
+}
+
+/// What a tail makes of x, and y.
+fn apply(tail: Tail, context: &OpContext, x: &Tensor, y: Option<&Tensor>, out_types: &[LocalType]) -> Tensor {
+    let (op, operands) = match (tail, y) {
+        (Tail::Bias, Some(y)) => (Op::AddBias, vec![x, y]),
+        (Tail::Add, Some(y)) => (Op::Add, vec![x, y]),
+        (Tail::ActGrad(f), Some(y)) => (Op::ActGrad(f), vec![y, x]),
+        (Tail::Act(f), _) => (Op::Act(f), vec![x]),
+        (Tail::Bias | Tail::Add | Tail::ActGrad(_), None) => unreachable!("{tail:?} has an operand"),
+    };
+    eval(&op, context, &operands, out_types).swap_remove(0)
+}
+
 /// What the ops that follow a product make of its result, and their operands: `row` long where they lie as its rows do.
 fn follow(
     case: &Case,
@@ -377,14 +450,7 @@ fn follow(
             extras.push((y.clone(), ty));
             y
         });
-        let (op, operands) = match (tail, &other) {
-            (Tail::Bias, Some(y)) => (Op::AddBias, vec![&x, y]),
-            (Tail::Add, Some(y)) => (Op::Add, vec![&x, y]),
-            (Tail::ActGrad(f), Some(y)) => (Op::ActGrad(*f), vec![y, &x]),
-            (Tail::Act(f), _) => (Op::Act(*f), vec![&x]),
-            (Tail::Bias | Tail::Add | Tail::ActGrad(_), None) => unreachable!("{tail:?} has an operand"),
-        };
-        made = eval(&op, context, &operands, out_types);
+        made = vec![apply(*tail, context, &x, other.as_ref(), out_types)];
     }
     (made, extras)
 }
@@ -462,13 +528,14 @@ fn begins(context: &OpContext, batch: u64, random: &mut Random) -> Vec<f64> {
 
 /// What rounding probabilities and their slopes to halves may cost: half a unit of the type for each term of the sums that they weigh,
 /// Σ p|v| for o, Σ p|do| for dv, scale Σ |ds||k| for dq and scale Σ |ds||q| for dk. Twice that is allowed, for the products' own rounding.
-fn attention_bounds(a: &dplan_ir::op::Attention, context: &OpContext, ins: &[Tensor], dtype: DType) -> Vec<Option<Vec<f64>>> {
+fn attention_bounds(op: &Op, a: &Attention, context: &OpContext, ins: &[Tensor], dtype: DType) -> Vec<Option<Vec<f64>>> {
     let unit = if dtype == DType::Bf16 { 2f64.powi(-8) } else { 2f64.powi(-11) };
     let (q, k, v) = (&ins[0], &ins[1], &ins[2]);
     let [batch, queries, groups, heads, d] = [0, 1, 2, 3, 4].map(|i| q.dims[i]);
     let (keys, e) = (k.dims[1], v.dims[3]);
     let dot = |x: &[f64], y: &[f64]| x.iter().zip(y).map(|(a, b)| a * b).sum::<f64>();
-    let backward = ins.len() > 5;
+    let backward = matches!(op, Op::AttentionGrad(_));
+    let sinks = matches!(op, Op::AttentionSink(_)).then(|| &ins[3].data);
     let mut o = vec![0.0; (batch * queries * groups * heads * e) as usize];
     let (mut dq, mut dk, mut dv) = (vec![0.0; q.data.len()], vec![0.0; k.data.len()], vec![0.0; v.data.len()]);
     for row in 0..batch * queries * groups * heads {
@@ -481,8 +548,9 @@ fn attention_bounds(a: &dplan_ir::op::Attention, context: &OpContext, ins: &[Ten
         let first = if a.mask.documents == Documents::Apart { ins[ins.len() - 1].data[(b * queries + s) as usize] as u64 } else { 0 };
         let seen: Vec<u64> = (0..keys).filter(|&t| a.mask.sees(context.position('s', s), first, context.position('t', t))).collect();
         let score = |t: u64| a.scale * dot(&q.data[qr..][..d as usize], &k.data[at(t, d)..][..d as usize]);
-        let top = seen.iter().fold(f64::NEG_INFINITY, |m, &t| m.max(score(t)));
-        let total: f64 = seen.iter().map(|&t| (score(t) - top).exp()).sum();
+        let sink = sinks.map_or(f64::NEG_INFINITY, |s| s[(row % (groups * heads)) as usize]);
+        let top = seen.iter().fold(sink, |m, &t| m.max(score(t)));
+        let total: f64 = seen.iter().map(|&t| (score(t) - top).exp()).sum::<f64>() + (sink - top).exp();
         for &t in &seen {
             let p = if backward { (score(t) - ins[4].data[row as usize]).exp() } else { (score(t) - top).exp() / total };
             let (vr, kr) = (at(t, e), at(t, d));

@@ -12,6 +12,8 @@
 //! ```text
 //! (l−1)·α_intra + ⌈log₂ g⌉·α_inter + S·(l−1)/n / β_intra + S·(n−l)/n / min(β_intra, β_inter)
 //! ```
+//! A shift is a message from each member to the next, all at once, of which a node's links carry one each.
+//!
 //! Inside a node, measured curves take the place of the formula where the machine has them, and a group of several nodes never takes less
 //! than its members in one node alone. Times grow with bytes, and with ranks in either tier.
 
@@ -38,7 +40,7 @@ pub fn group(machine: &Machine, mesh: &Mesh, axes: AxisSet) -> Group {
     let mut local = 1;
     for axis in axes.iter() {
         let size = mesh.axis(axis).size;
-        let stride: u64 = mesh.axes[axis.0 as usize + 1..].iter().map(|a| a.size).product();
+        let stride = mesh.stride(axis);
         local *= if block == u64::MAX || block % (stride * size) == 0 {
             size
         } else if block % stride == 0 && size.is_multiple_of(block / stride) {
@@ -61,7 +63,7 @@ pub fn group_time(machine: &Machine, group: Group, pattern: Pattern, bytes: u64)
     if ranks <= 1 {
         return Nanos::ZERO;
     }
-    let inside = machine.curves.time(Op::of(pattern), group.local, bytes, machine.intra.latency);
+    let inside = Op::of(pattern).and_then(|op| machine.curves.time(op, group.local, bytes, machine.intra.latency));
     match inside {
         Some(time) if group.nodes == 1 => time,
         _ => formula(machine, group, pattern, bytes).max(inside.unwrap_or(Nanos::ZERO)),
@@ -83,6 +85,8 @@ fn formula(machine: &Machine, group: Group, pattern: Pattern, bytes: u64) -> Nan
     match pattern {
         Pattern::AllGather | Pattern::ReduceScatter => once,
         Pattern::AllReduce => once * 2,
+        Pattern::Shift if group.nodes == 1 => message_time(machine.intra, bytes),
+        Pattern::Shift => message_time(machine.intra, bytes).max(message_time(machine.inter, bytes)),
         Pattern::AllToAll if group.nodes == 1 || group.local == 1 => once,
         Pattern::AllToAll => {
             let between = machine.intra.bandwidth.min(machine.inter.bandwidth);

@@ -2,3 +2,4 @@
 
 pub mod comm;
 pub mod compute;
+pub mod round;

@@ -3,10 +3,12 @@
 use super::{Dice, EXPERTS, Model};
 use dplan_ir::dtype::DType;
 use dplan_ir::graph::Graph;
-use dplan_ir::mesh::Degrees;
+use dplan_ir::mesh::{Degrees, Keys};
+use dplan_ir::nest::Nest;
 use dplan_ir::optimizer::{DecayGroups, Optimizer};
 use dplan_ir::pipeline::Pipeline;
 use dplan_ir::plan::{Away, Clip, Gathered, Offload, Recompute, Schedule, Store, Wire, Zero};
+use dplan_ir::sync::Sync;
 
 /// A model, a plan for it, and what of a run is no part of a plan.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -31,6 +33,10 @@ pub struct Case {
     pub optimizer: Optimizer,
     pub clip: Clip,
     pub wire: Wire,
+    /// How context-parallel ranks get at each other's keys and values.
+    pub keys: Keys,
+    pub sync: Sync,
+    pub nest: Nest,
     pub decay: DecayGroups,
     /// Seed of the order in which ranks try their streams; communication first if absent.
     pub streams: Option<u64>,
@@ -127,6 +133,9 @@ impl Case {
             optimizer: Optimizer::Sgd,
             clip: Clip::None,
             wire: Wire::Full,
+            keys: Keys::Gathered,
+            sync: Sync::Flat,
+            nest: Nest::default(),
             decay: DecayGroups::All,
             streams: None,
         }
@@ -186,18 +195,31 @@ impl Case {
             optimizer: dice.pick(&Optimizer::ALL),
             clip: dice.pick(&[Clip::None, Clip::GlobalNorm]),
             wire: dice.pick(&[Wire::Full, Wire::Full, Wire::Bf16]),
+            keys: dice.pick(&Keys::ALL),
             decay: dice.pick(&[DecayGroups::All, DecayGroups::Matrices]),
+            sync: Sync::Flat,
+            nest: Nest::default(),
             streams: if dice.one_in(3) { Some(dice.roll(1000)) } else { None },
         };
         if alone {
             (case.dp, case.ep, case.cp, case.tp) = (1, 1, 1, 1);
         }
+        if case.ep > 1 {
+            case.sync = dice.pick(&[Sync::Flat, Sync::Flat, Sync::Server]);
+        } else if case.dp * case.cp > 1 {
+            let parts: Vec<u64> = (2..=case.dp).filter(|far| case.dp.is_multiple_of(*far)).collect();
+            let parted = if parts.is_empty() { Sync::Flat } else { Sync::Hierarchical { far: dice.pick(&parts) } };
+            case.sync = dice.pick(&[Sync::Flat, Sync::Flat, parted, Sync::Tree, Sync::Server]);
+        }
+        if dice.one_in(3) {
+            case.nest = dice.pick(&Nest::all());
+        }
         case.settle();
         case
     }
 
-    /// Makes choices agree that are none of their own: homes of a tied table have one ZeRO stage and way of offloading, a backward pass in halves keeps parameters, gradients and activations, and a loss
-    /// that is scaled takes the factor that clips.
+    /// Makes choices agree that are none of their own: homes of a tied table have one ZeRO stage and way of offloading, a backward pass in halves keeps parameters, gradients and activations, a loss
+    /// that is scaled takes the factor that clips, only experts have a capacity, and one rank alone is no ring.
     pub fn settle(&mut self) {
         self.ways.resize(self.model.layers() as usize, Way::PLAIN);
         let most = if self.pipeline().parts_backward() { 1 } else { 3 };
@@ -212,8 +234,14 @@ impl Case {
         if let ([first, .., last], true) = (self.ways.as_mut_slice(), self.model.tied) {
             (last.zero, last.offload) = (first.zero, first.offload);
         }
+        if !self.model.ffn.is_routed() {
+            self.model.capacity = 0;
+        }
         if self.compute == DType::F16 {
             self.clip = Clip::GlobalNorm;
+        }
+        if self.cp == 1 {
+            self.keys = Keys::Gathered;
         }
     }
 
@@ -230,10 +258,15 @@ impl Case {
             () if degrees.iter().chain(&sizes).any(|&n| n == 0 || n > MOST) => Some("degrees and sizes from 1 to 4096"),
             () if !(1..=MOST).contains(&u64::from(self.model.blocks)) => Some("1 to 4096 blocks"),
             () if self.model.dropout >= 100 => Some("dropout of less than 100 percent"),
+            () if self.model.capacity > MOST => Some("a capacity of at most 4096 percent"),
             () if !cuts_rise => Some("cuts that rise, each the first layer of a virtual stage"),
             () if !(self.cuts.len() as u64 + 1).is_multiple_of(self.virtual_stages) => Some("cuts for a multiple of the virtual stages"),
             () if self.ep > 1 && !(self.model.ffn.is_routed() && EXPERTS.is_multiple_of(self.ep)) => Some("experts that ep divides"),
             () if !self.dp.is_multiple_of(self.ep) => Some("a dp that ep divides"),
+            () if matches!(self.sync, Sync::Hierarchical { .. } | Sync::Tree) && self.ep > 1 => {
+                Some("one sum over data-parallel ranks where experts are shared out")
+            }
+            () if matches!(self.sync, Sync::Hierarchical { far } if !self.dp.is_multiple_of(far)) => Some("a dp of so many parts"),
             () if !self.model.seq.is_multiple_of(self.cp) => Some("a sequence that cp divides"),
             () if self.splits_sequence() && !self.model.seq.is_multiple_of(self.cp * self.tp) => Some("a sequence that cp and tp divide"),
             () if self.split == Split::Textbook && self.model.ffn.is_routed() && !EXPERTS.is_multiple_of(self.ep * self.tp) => {
@@ -241,7 +274,7 @@ impl Case {
             }
             () if !matches!(self.compute, DType::F64 | DType::Bf16 | DType::F16) => Some("f64, bf16 or f16"),
             () if settled != *self => Some(
-                "one way for each layer, ZeRO 0 or 1 in halves of backward passes, one ZeRO stage and way of offloading for a tied table, and clipping with f16",
+                "experts where there is a capacity, one way for each layer, ZeRO 0 or 1 in halves of backward passes, one ZeRO stage and way of offloading for a tied table, clipping with f16, and a ring with context parallelism",
             ),
             () => self.pipeline().refusal(),
         }
@@ -262,7 +295,7 @@ impl Case {
         Pipeline { schedule: self.schedule, stages: self.pp(), virtual_stages: self.virtual_stages, micro_batches: self.micro_batches }
     }
     pub fn degrees(&self) -> Degrees {
-        Degrees { dp: self.dp, ep: self.ep, cp: self.cp, tp: self.tp }
+        Degrees { dp: self.dp, ep: self.ep, cp: self.cp, tp: self.tp, keys: self.keys, sync: self.sync, nest: self.nest }
     }
     /// The model's graph for the case's micro-batches, its positions in sequence.
     pub fn graph(&self) -> Graph {

@@ -2,6 +2,7 @@
 
 use super::Dice;
 use dplan_ir::build::Builder;
+use dplan_ir::capacity;
 use dplan_ir::documents;
 use dplan_ir::dropout::{self, Rates};
 use dplan_ir::dtype::DType;
@@ -88,6 +89,8 @@ pub struct Model {
     /// Percent that is dropped of the embedding and of each term of residual streams.
     pub dropout: u64,
     pub documents: Documents,
+    /// Capacity factor of experts, in percent; 0 where nothing is dropped.
+    pub capacity: u64,
 }
 
 impl Model {
@@ -104,6 +107,7 @@ impl Model {
         learned_positions: false,
         dropout: 0,
         documents: Documents::Joined,
+        capacity: 0,
     };
 
     /// Any of them.
@@ -120,6 +124,7 @@ impl Model {
             learned_positions: dice.one_in(2),
             dropout: dice.pick(&[0, 0, 10, 50]),
             documents: if dice.one_in(4) { Documents::Apart } else { Documents::Joined },
+            capacity: dice.pick(&[0, 0, 50, 100]),
         }
     }
 
@@ -133,7 +138,10 @@ impl Model {
     /// # Panics
     /// Never: every model builds, as tests try.
     pub fn graph(&self, batch: u64, dtype: DType) -> Graph {
-        let decoder = Decoder::new(self, batch, dtype).build(self);
+        let decoder = Decoder::new(self, batch, dtype).build(self).and_then(|g| match self.capacity {
+            0 => Ok(g),
+            percent => capacity::limit(&g, percent as f64 / 100.0).map_err(|e| e.to_string()),
+        });
         let forward = match self.documents {
             Documents::Joined => decoder,
             Documents::Apart => decoder.and_then(|g| documents::keep_apart(&g).map_err(|e| e.to_string())),

@@ -59,6 +59,9 @@ impl Case {
             optimizer: self.optimizer,
             clip: self.clip,
             wire: self.wire,
+            keys: self.keys,
+            sync: self.sync,
+            nest: self.nest,
         }
     }
 }

@@ -3,9 +3,12 @@
 use super::case::MOST;
 use super::{Boundary, Case, Ffn, Sight, Split, Way};
 use dplan_ir::dtype::DType;
+use dplan_ir::mesh::Keys;
+use dplan_ir::nest::Nest;
 use dplan_ir::op::Documents;
 use dplan_ir::optimizer::{DecayGroups, Optimizer};
 use dplan_ir::plan::{Away, Clip, Gathered, Recompute, Schedule, Wire};
+use dplan_ir::sync::Sync;
 use std::fmt;
 use std::str::FromStr;
 
@@ -28,7 +31,7 @@ type Key = (&'static str, fn(&Case) -> String, fn(&mut Case, &str) -> Option<()>
 const NUMBER: &str = "a number";
 
 /// All choices; what others depend on comes first.
-const KEYS: [Key; 32] = [
+const KEYS: [Key; 36] = [
     ("blocks", |c| c.model.blocks.to_string(), |c, t| number(&mut c.model.blocks, t), NUMBER),
     ("ffn", |c| c.model.ffn.name().into(), |c, t| name(&mut c.model.ffn, Ffn::from_name(t)), "gated, plain, experts or biased"),
     ("sight", |c| c.model.sight.name().into(), |c, t| name(&mut c.model.sight, Sight::from_name(t)), "causal, window or sinks"),
@@ -40,6 +43,7 @@ const KEYS: [Key; 32] = [
     ("positions", |c| switch_name(c.model.learned_positions), |c, t| name(&mut c.model.learned_positions, switch(t)), "on or off"),
     ("dropout", |c| c.model.dropout.to_string(), |c, t| number(&mut c.model.dropout, t), "a number of percent"),
     ("documents", |c| c.model.documents.name().into(), |c, t| name(&mut c.model.documents, Documents::from_name(t)), "joined or apart"),
+    ("capacity", |c| c.model.capacity.to_string(), |c, t| number(&mut c.model.capacity, t), "a number of percent"),
     ("dp", |c| c.dp.to_string(), |c, t| number(&mut c.dp, t), NUMBER),
     ("ep", |c| c.ep.to_string(), |c, t| number(&mut c.ep, t), NUMBER),
     ("cp", |c| c.cp.to_string(), |c, t| number(&mut c.cp, t), NUMBER),
@@ -83,6 +87,9 @@ const KEYS: [Key; 32] = [
         |c, t| name(&mut c.clip, switch(t).map(|on| if on { Clip::GlobalNorm } else { Clip::None })),
         "on or off",
     ),
+    ("keys", |c| c.keys.name().into(), |c, t| name(&mut c.keys, Keys::from_name(t)), "gather or ring"),
+    ("sync", |c| c.sync.name(), |c, t| name(&mut c.sync, Sync::from_name(t)), "flat, hierarchical:2 or the like, tree or server"),
+    ("map", |c| c.nest.to_string(), |c, t| name(&mut c.nest, Nest::from_name(t)), "an order of dp, ep, cp and tp, such as tp.dp"),
     ("wire", |c| c.wire.name().into(), |c, t| name(&mut c.wire, Wire::from_name(t)), "full or bf16"),
     (
         "decay",

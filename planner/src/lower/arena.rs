@@ -12,6 +12,7 @@
 //! Behind the arena, in the memory of the host and in a file: the offloaded roles of every bucket; the offloaded frames of every layer, one slot for each micro-batch in flight.
 
 use super::fragment::{Fragment, Storage};
+use super::ring::{self, Round};
 use super::stage::{Neighbour, Stage, VirtualStage};
 use crate::memory::{self, LayerBytes, bucket_elems, role_bytes, space, workspace_region};
 use dplan_ir::dtype::DType;
@@ -32,6 +33,8 @@ pub(super) struct Home {
     pub offload: Offload,
     /// Data axes over which its gradients are summed.
     pub data: AxisSet,
+    /// The same, in the steps by which sums are scattered.
+    pub steps: Vec<AxisSet>,
     /// Layers of this stage that use it, by position; several only for a shared parameter.
     pub layers: Vec<usize>,
     pub roles: BTreeMap<Role, BufferId>,
@@ -83,8 +86,8 @@ pub(super) struct Turned {
 /// Gradients of a bucket on their way to their sum, in a turn of the ring.
 #[derive(Clone, Copy)]
 pub(super) struct OnWire {
-    /// This rank's, rounded.
-    pub own: BufferId,
+    /// This rank's, rounded; nothing where they are sent from where they are.
+    pub own: Option<BufferId>,
     /// Everybody's, of this rank's piece.
     pub shares: BufferId,
     /// Where these add up: this rank's piece of the gradients that were rounded, in place.
@@ -94,7 +97,8 @@ pub(super) struct OnWire {
 /// Parameters that are gathered.
 #[derive(Clone, Copy)]
 pub(super) struct Gather {
-    pub axes: AxisSet,
+    /// Place of their home in [`Arena::homes`].
+    pub home: usize,
     pub src: BufferId,
     pub whole: BufferId,
 }
@@ -113,13 +117,17 @@ pub(super) struct LayerBuffers {
     pub backward: Members,
     /// Scratch of each statement of either pass.
     pub scratch: [Vec<Option<BufferId>>; 2],
+    /// Where blocks of its operands and results are while they go round, of each statement of either pass.
+    pub rounds: [Vec<Option<Round>>; 2],
+    /// Where what goes round begins, of each statement of both passes.
+    pub turns_at: Vec<u64>,
     /// What is copied in before each pass: from where and where to.
     pub fetched: [Vec<(BufferId, BufferId)>; 2],
     /// What is gathered then.
     pub gathered: [Vec<Gather>; 2],
     /// Gradients that are in the ring in the backward pass.
     pub turned: Vec<Turned>,
-    /// Those that are rounded for the exchange, by place of their home.
+    /// Those that are exchanged piece by piece, by place of their home.
     pub wires: BTreeMap<usize, OnWire>,
 }
 
@@ -135,6 +143,8 @@ pub(super) struct Arena {
     pub program: StageProgram,
     pub homes: Vec<Home>,
     pub layers: Vec<LayerBuffers>,
+    /// Of whole flat buffers that are scattered or gathered in several steps: what each step but the last leaves this rank, in place.
+    pub between: BTreeMap<BufferId, Vec<BufferId>>,
     pub scalars: BTreeMap<Scalar, BufferId>,
     end: u64,
     /// Buffers in other memories, at offsets from the start of those until the arena is complete.
@@ -144,7 +154,15 @@ pub(super) struct Arena {
 impl Arena {
     pub fn new(stage: Stage<'_>) -> Arena {
         let layers = stage.layers.iter().map(|l| LayerBuffers { forms: Table::filled(l.forms.len(), None), ..Default::default() }).collect();
-        let mut arena = Arena { program: StageProgram::default(), homes: Vec::new(), layers, scalars: BTreeMap::new(), end: 0, away: Vec::new() };
+        let mut arena = Arena {
+            program: StageProgram::default(),
+            homes: Vec::new(),
+            layers,
+            between: BTreeMap::new(),
+            scalars: BTreeMap::new(),
+            end: 0,
+            away: Vec::new(),
+        };
         let bytes: Vec<LayerBytes> = stage.layers.iter().map(|l| l.bytes(stage.graph(), stage.mesh(), &stage.sharder.padded)).collect();
         arena.region("scalars", |arena, at| arena.scalars(stage, at));
         arena.region("states", |arena, at| arena.states(stage, at));
@@ -153,6 +171,7 @@ impl Arena {
         arena.region("workspace", |arena, at| at + workspace_region(arena.workspace(stage, at) - at));
         arena.region("ring", |arena, at| arena.ring(stage, at, &bytes));
         arena.hand_over(stage);
+        arena.rounds(stage);
         arena.program.arena_bytes = arena.end;
         for &(id, space) in &arena.away {
             arena.program.buffers[id].offset += arena.program.range(space).start;
@@ -178,11 +197,11 @@ impl Arena {
         Some(*end - bytes)
     }
 
-    fn buffer(&mut self, content: Content, dtype: DType, bytes: u64, offset: u64) -> BufferId {
+    pub(super) fn buffer(&mut self, content: Content, dtype: DType, bytes: u64, offset: u64) -> BufferId {
         self.program.buffers.push(Buffer { content, dtype, bytes, offset, slots: 1, slot_stride: 0, piece_axes: AxisSet::EMPTY })
     }
 
-    fn form(&mut self, stage: Stage<'_>, layer: &Fragment, form: FormId, offset: u64) -> (BufferId, u64) {
+    pub(super) fn form(&mut self, stage: Stage<'_>, layer: &Fragment, form: FormId, offset: u64) -> (BufferId, u64) {
         let local = layer.local(form, stage.graph(), stage.mesh(), &stage.sharder.padded);
         let of = &layer.forms[form];
         let content = Content::Value { value: of.value, sharding: of.sharding.clone() };
@@ -256,6 +275,8 @@ impl Arena {
                     }
                 };
                 let (own_param, own_grad) = (own(Role::Param), own(Role::Grad));
+                let steps = stage.plan.sync.steps(stage.mesh(), data);
+                roles.iter().filter(|(r, _)| space(**r, offload) == Space::Device).for_each(|(_, &whole)| self.steps(stage, whole, &steps));
                 let sums = memory::trust_bytes(size.members, types);
                 let trust = (sums > 0).then(|| self.buffer(Content::Trust { bucket: id }, types.dtype(Role::Master), sums, at));
                 at += align(sums);
@@ -275,6 +296,7 @@ impl Arena {
                     zero,
                     offload,
                     data,
+                    steps,
                     layers: vec![position],
                     roles,
                     staged: BTreeMap::new(),
@@ -303,10 +325,25 @@ impl Arena {
     }
 
     /// This rank's piece of the whole flat buffer at `offset`.
-    fn piece_in_place(&mut self, stage: Stage<'_>, bucket: BucketId, role: Role, data: AxisSet, offset: u64) -> BufferId {
+    pub(super) fn piece_in_place(&mut self, stage: Stage<'_>, bucket: BucketId, role: Role, data: AxisSet, offset: u64) -> BufferId {
         let piece = self.flat(stage, bucket, role, data, offset);
         self.program.buffers[piece].piece_axes = data;
         piece
+    }
+
+    /// What all gradients or parameters of a bucket are in between, where they are scattered or gathered in several steps.
+    fn steps(&mut self, stage: Stage<'_>, whole: BufferId, steps: &[AxisSet]) {
+        let Buffer { content: Content::Flat { bucket, role: role @ (Role::Param | Role::Grad), pieces: AxisSet::EMPTY }, offset, .. } =
+            self.program.buffers[whole]
+        else {
+            return;
+        };
+        let mut pieces = AxisSet::EMPTY;
+        for &step in steps.iter().take(steps.len().saturating_sub(1)) {
+            pieces = pieces.union(step);
+            let piece = self.piece_in_place(stage, bucket, role, pieces, offset);
+            self.between.entry(whole).or_default().push(piece);
+        }
     }
 
     /// The members of the whole flat buffer at `offset`.
@@ -411,7 +448,9 @@ impl Arena {
             let mut scratch = |arena: &mut Arena, stmts: &[Stmt]| -> Vec<Option<BufferId>> {
                 let of = |stmt: &Stmt| {
                     let bytes = layer.scratch(stmt, stage.graph(), stage.mesh(), &stage.sharder.padded);
-                    let buffer = (bytes > 0).then(|| arena.buffer(Content::Scratch, stage.plan.compute.accumulator(), bytes, offset));
+                    let own = ring::own_bytes(stage, layer, stmt).unwrap_or(bytes);
+                    let buffer = (own > 0).then(|| arena.buffer(Content::Scratch, stage.plan.compute.accumulator(), own, offset));
+                    arena.layers[position].turns_at.push(offset + align(own));
                     offset += align(bytes);
                     buffer
                 };
@@ -421,26 +460,6 @@ impl Arena {
             end = end.max(offset);
         }
         end
-    }
-
-    /// Where a layer's gradients are rounded and exchanged, from `offset` on in its turn of the ring.
-    fn wires(&mut self, stage: Stage<'_>, position: usize, mut offset: u64) -> u64 {
-        for home in self.layers[position].homes.clone() {
-            let Home { bucket, data, .. } = self.homes[home];
-            let elems = self.program.buckets[bucket].elems;
-            let ways = stage.mesh().size(data);
-            let Some((bytes, dtype)) = memory::wire_bytes(elems, ways, stage.types()).zip(stage.types().wire.dtype()) else { continue };
-            let mut wire = |arena: &mut Arena, from: AxisSet| {
-                offset += align(bytes);
-                arena.buffer(Content::Wire { bucket, from }, dtype, bytes, offset - align(bytes))
-            };
-            let (own, shares) = (wire(self, AxisSet::EMPTY), wire(self, data));
-            let turned = self.layers[position].turned.iter().find(|t| t.home == home).map(|t| t.part);
-            let Part { whole, own: piece } = turned.unwrap_or(Part { whole: self.homes[home].roles[&Role::Grad], own: self.homes[home].own_grad });
-            let sum = if piece == whole { self.piece_in_place(stage, bucket, Role::Grad, data, self.program.buffers[whole].offset) } else { piece };
-            self.layers[position].wires.insert(home, OnWire { own, shares, sum });
-        }
-        offset
     }
 
     /// Turns alternate from one layer to the next that uses the ring in a pass; the backward pass goes on where the forward pass ended.
@@ -468,13 +487,15 @@ impl Arena {
                     let whole = self.flat(stage, bucket, role, AxisSet::EMPTY, offset);
                     let cut = if role == Role::Grad { zero.0 >= 1 && !data.is_empty() } else { is_away && !pieces.is_empty() };
                     let own = if cut { self.piece_in_place(stage, bucket, role, data, offset) } else { whole };
+                    let steps = self.homes[home].steps.clone();
+                    self.steps(stage, whole, &steps);
                     let whole_end = offset + align(self.program.buffers[whole].bytes);
                     let mut end = whole_end;
                     // What comes in: the role as it is kept.
                     let mut comes = if pieces.is_empty() { whole } else { own };
                     if role == Role::Param {
                         let src = if is_away { own } else { own_param };
-                        self.layers[position].gathered[pass].extend((!pieces.is_empty()).then_some(Gather { axes: data, src, whole }));
+                        self.layers[position].gathered[pass].extend((!pieces.is_empty()).then_some(Gather { home, src, whole }));
                     } else {
                         let mut sum = (!pieces.is_empty()).then_some(own_grad);
                         if let (Some(sum), true) = (&mut sum, is_away) {
@@ -511,6 +532,8 @@ impl Arena {
                     own if own == kept => whole,
                     _ => self.piece_in_place(stage, bucket, role, self.homes[home].data, offset),
                 };
+                let steps = self.homes[home].steps.clone();
+                self.steps(stage, whole, &steps);
                 offset += align(self.program.buffers[whole].bytes);
                 self.homes[home].staged.insert(role, Part { whole, own });
             }

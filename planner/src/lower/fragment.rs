@@ -15,9 +15,10 @@
 //! Loss         added to the loss of the step as it is made
 //! ```
 
+use super::ring::working_bytes;
 use crate::memory::{BucketSize, LayerBytes};
-use dplan_ir::cost::workspace_bytes;
 use dplan_ir::entity::{FormId, ParamId, Table};
+use dplan_ir::extent::node_rule;
 use dplan_ir::graph::Graph;
 use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::pipeline::Pipeline;
@@ -112,9 +113,11 @@ impl Fragment {
     /// Scratch of one statement, bytes.
     pub fn scratch(&self, stmt: &Stmt, graph: &Graph, mesh: &Mesh, padded: &Padded) -> u64 {
         match stmt {
-            Stmt::Run { node, ins, .. } => {
-                let types: Vec<LocalType> = ins.iter().map(|&f| self.local(f, graph, mesh, padded)).collect();
-                workspace_bytes(&graph.nodes[*node].op, &types.iter().collect::<Vec<_>>())
+            Stmt::Run { node, ins, outs, assignment } => {
+                let types = |forms: &[FormId]| forms.iter().map(|&f| self.local(f, graph, mesh, padded)).collect::<Vec<_>>();
+                let (ins, outs, node) = (types(ins), types(outs), &graph.nodes[*node]);
+                let (ins, outs) = (ins.iter().collect::<Vec<_>>(), outs.iter().collect::<Vec<_>>());
+                working_bytes(&node.op, &node_rule(graph, node), assignment, mesh, &ins, &outs)
             }
             Stmt::Reshard { .. } => 0,
         }

@@ -16,12 +16,15 @@ mod keep;
 mod layer;
 mod passes;
 mod program;
+mod ring;
 mod shard;
 mod stage;
 mod sync;
+mod wires;
 
 pub use error::LowerError;
 pub(crate) use fragment::makes;
 pub use fragment::{BackwardPass, BucketMember, Fragment, FragmentBucket, Storage};
 pub use program::lower;
+pub(crate) use ring::working_bytes;
 pub use shard::{Sharder, plan_order, plan_padding, shard, shard_layer};

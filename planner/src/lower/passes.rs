@@ -155,8 +155,8 @@ impl Body<'_> {
             for &(src, dst) in &self.arena.layers[at].fetched[index(pass)] {
                 self.issue(Stream::Copy, Instr::Copy { src, dst });
             }
-            for &Gather { axes, src, whole } in &self.arena.layers[at].gathered[index(pass)] {
-                self.flat(Pattern::AllGather, axes, src, whole);
+            for &Gather { home, src, whole } in &self.arena.layers[at].gathered[index(pass)] {
+                sync::gather(self, home, src, whole);
             }
         }
     }
@@ -205,6 +205,10 @@ impl Body<'_> {
                 let buffers = |forms: &[FormId]| forms.iter().map(|&f| self.buffer(at, pass, f)).collect::<Vec<_>>();
                 let adds = matches!(outs.first().map(|&f| layer.storage[f]), Some(Storage::Gradient(_) | Storage::Loss));
                 let write = if adds { Write::Add } else { Write::Set };
+                if let Some(round) = &self.arena.layers[at].rounds[index(pass)][nth] {
+                    let (ins, outs) = (buffers(ins), buffers(outs));
+                    return self.round(round, *node, &ins, &outs, self.arena.layers[at].scratch[index(pass)][nth]);
+                }
                 Instr::Run { node: *node, ins: buffers(ins), outs: buffers(outs), scratch: self.arena.layers[at].scratch[index(pass)][nth], write }
             }
             Stmt::Reshard { from, to, step, .. } => {

@@ -85,7 +85,7 @@ impl<'a> Stage<'a> {
         }
     }
     pub fn types(&self) -> StateTypes {
-        StateTypes { compute: self.plan.compute, optimizer: self.plan.optimizer, wire: self.plan.wire }
+        StateTypes::of(self.plan)
     }
     /// The ZeRO stage of a layer, by position in this stage. One data rank has nothing to share.
     pub fn zero(&self, at: usize) -> Zero {

@@ -7,7 +7,10 @@
 //! | 2 | reduce-scatter in the ring, add to own piece | | own piece | all-gather in place |
 //! | 3 | the same | | own piece | |
 //!
-//! Where gradients are rounded for the exchange, a reduce-scatter is a cast, an all-to-all and a sum of shares; an all-reduce is the same, a gather of the sum, and after
+//! Where the exchange has several steps ([`dplan_ir::sync`]), a reduce-scatter is one for each, a gather the same backwards, and an all-reduce is scattered by all steps but
+//! the last, reduced, and gathered back; what lies between is a piece in place.
+//!
+//! Where gradients are rounded for the exchange, a reduce-scatter is a cast, an all-to-all and a sum of shares (where they are pushed to servers, the same without a cast); an all-reduce is the same, a gather of the sum, and after
 //! it what is pending over tensor-parallel axes as for ZeRO 1. Only what goes between data-parallel ranks is rounded, once on its way; sums are of full length.
 //!
 //! States that are offloaded come in and go out on the copy stream: those of the first two buckets come in at the start of the update, those of the next but one when
@@ -23,6 +26,7 @@
 use super::arena::{Arena, Home, OnWire, Part, Turned};
 use super::passes::Body;
 use super::stage::Stage;
+use crate::memory::on_wire;
 use dplan_ir::entity::BufferId;
 use dplan_ir::mesh::AxisSet;
 use dplan_ir::plan::Clip;
@@ -93,7 +97,7 @@ fn summed(body: &mut Body<'_>, layer: usize, at: usize, grad: Part) {
             scatter(body, layer, at, grad);
             body.flat(Pattern::AllGather, home.data, wire.sum, grad.whole);
         }
-        (0, None) if bucket.tied.is_empty() => body.flat(Pattern::AllReduce, bucket.partial, grad.whole, grad.whole),
+        (0, None) if bucket.tied.is_empty() => reduced(body, at, grad.whole),
         (1, _) => scatter(body, layer, at, grad),
         _ => {}
     }
@@ -103,13 +107,51 @@ fn summed(body: &mut Body<'_>, layer: usize, at: usize, grad: Part) {
 fn scatter(body: &mut Body<'_>, layer: usize, at: usize, grad: Part) {
     let data = body.arena.homes[at].data;
     match body.arena.layers[layer].wires.get(&at) {
-        None => body.flat(Pattern::ReduceScatter, data, grad.whole, grad.own),
+        None => through(body, Pattern::ReduceScatter, at, grad.whole, grad.own),
         Some(&OnWire { own, shares, sum }) => {
-            body.issue(Stream::Comm, Instr::Cast { src: grad.whole, dst: own });
-            body.flat(Pattern::AllToAll, data, own, shares);
+            if let Some(own) = own {
+                body.issue(Stream::Comm, Instr::Cast { src: grad.whole, dst: own });
+            }
+            body.flat(Pattern::AllToAll, data, own.unwrap_or(grad.whole), shares);
             body.issue(Stream::Comm, Instr::SumShares { src: shares, dst: sum });
         }
     }
+}
+
+/// The sum over everything that is pending, of which each rank gets all: scattered by all steps but the last, reduced, and gathered back.
+fn reduced(body: &mut Body<'_>, at: usize, whole: BufferId) {
+    let (arena, home) = (body.arena, &body.arena.homes[at]);
+    let before: &[AxisSet] = home.steps.split_last().map_or(&[], |(_, before)| before);
+    let between: &[BufferId] = arena.between.get(&whole).map_or(&[], |b| b);
+    let scattered = before.iter().fold(AxisSet::EMPTY, |all, &step| all.union(step));
+    let stops: Vec<BufferId> = std::iter::once(whole).chain(between.iter().copied()).collect();
+    for (pair, &step) in stops.windows(2).zip(before) {
+        body.flat(Pattern::ReduceScatter, step, pair[0], pair[1]);
+    }
+    let last = stops[before.len()];
+    body.flat(Pattern::AllReduce, bucket(arena, home).partial.minus(scattered), last, last);
+    for (pair, &step) in stops.windows(2).zip(before).rev() {
+        body.flat(Pattern::AllGather, step, pair[1], pair[0]);
+    }
+}
+
+/// From all of a bucket to this rank's piece, by the steps of its exchange; or back.
+fn through(body: &mut Body<'_>, pattern: Pattern, at: usize, whole: BufferId, own: BufferId) {
+    let (arena, home) = (body.arena, &body.arena.homes[at]);
+    let between: &[BufferId] = arena.between.get(&whole).map_or(&[], |b| b);
+    let stops: Vec<BufferId> = std::iter::once(whole).chain(between.iter().copied()).chain([own]).collect();
+    let steps = stops.windows(2).zip(&home.steps);
+    match pattern {
+        Pattern::AllGather => steps.rev().for_each(|(pair, &step)| body.flat(pattern, step, pair[1], pair[0])),
+        Pattern::ReduceScatter | Pattern::AllReduce | Pattern::AllToAll | Pattern::Shift => {
+            steps.for_each(|(pair, &step)| body.flat(pattern, step, pair[0], pair[1]));
+        }
+    }
+}
+
+/// Parameters from everybody's pieces.
+pub(super) fn gather(body: &mut Body<'_>, at: usize, own: BufferId, whole: BufferId) {
+    through(body, Pattern::AllGather, at, whole, own);
 }
 
 /// What follows the last backward pass.
@@ -129,7 +171,7 @@ pub(super) fn update(body: &mut Body<'_>) {
     }
     // Before any parameters are gathered, which later sums would have to wait for; offloaded states come one after another.
     arena.homes.iter().filter(|h| h.staged.is_empty()).for_each(|home| trust_sums(body, home, scale));
-    for home in &arena.homes {
+    for (at, home) in arena.homes.iter().enumerate() {
         if !home.staged.is_empty() {
             trust_sums(body, home, scale);
         }
@@ -141,7 +183,7 @@ pub(super) fn update(body: &mut Body<'_>) {
             copy_out(body, home);
         }
         if whole != own {
-            body.flat(Pattern::AllGather, home.data, own, whole);
+            gather(body, at, own, whole);
         }
         if home.staged.contains_key(&Role::Param) {
             copy_out(body, home);
@@ -209,7 +251,7 @@ fn pending(body: &mut Body<'_>) {
         let bucket = bucket(arena, home);
         // At ZeRO 0 a shared parameter has not been summed at all, others have completely; what was rounded for it has been over data-parallel ranks alone.
         let axes = match home.zero.0 {
-            0 if is_rounded(body, home) => bucket.partial.minus(home.data),
+            0 if goes_by_wire(body, home) => bucket.partial.minus(home.data),
             0 if bucket.tied.is_empty() => continue,
             0 => bucket.partial,
             _ => bucket.partial.minus(home.data),
@@ -248,9 +290,9 @@ fn split(arena: &Arena, home: &Home) -> AxisSet {
     bucket(arena, home).members[0].sharding.sharded().union(pieces)
 }
 
-/// Whether its gradients are exchanged in a shorter type.
-fn is_rounded(body: &Body<'_>, home: &Home) -> bool {
-    body.stage.types().wire.dtype().is_some() && !home.data.is_empty()
+/// Whether each rank sends every other its piece of the gradients.
+fn goes_by_wire(body: &Body<'_>, home: &Home) -> bool {
+    on_wire(bucket(body.arena, home).elems, body.stage.mesh().size(home.data), body.stage.types()).is_some()
 }
 
 fn bucket<'a>(arena: &'a Arena, home: &Home) -> &'a Bucket {

@@ -12,7 +12,7 @@ use dplan_ir::program::Pattern;
 /// Group sizes that are measured.
 pub const RANKS: [u64; 3] = [2, 4, 8];
 
-/// What is measured: every [`Pattern`].
+/// What is measured: every [`Pattern`] but a shift, which is a message.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Op {
     AllReduce,
@@ -33,13 +33,14 @@ impl Op {
         }
     }
 
-    pub fn of(pattern: Pattern) -> Op {
-        match pattern {
+    pub fn of(pattern: Pattern) -> Option<Op> {
+        Some(match pattern {
             Pattern::AllReduce => Op::AllReduce,
             Pattern::AllGather => Op::AllGather,
             Pattern::ReduceScatter => Op::ReduceScatter,
             Pattern::AllToAll => Op::AllToAll,
-        }
+            Pattern::Shift => return None,
+        })
     }
 }
 

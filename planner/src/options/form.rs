@@ -9,6 +9,7 @@ use super::blueprint::{Kind, Slot};
 use crate::capacity::Way;
 use crate::cost::comm::{Group, group, group_time};
 use crate::cost::compute::{copy_time, op_time};
+use crate::cost::round::spent;
 use crate::machine::Machine;
 use crate::units::Nanos;
 use dplan_ir::cost::{OpCost, op_cost};
@@ -19,6 +20,7 @@ use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::op::Op;
 use dplan_ir::program::{Pattern, align};
 use dplan_ir::reshard::{Step, steps};
+use dplan_ir::rule::{Assignment, Rule};
 use dplan_ir::sharding::{LocalType, Padded, Sharding, local_type};
 
 /// Ways of keeping or making again, in the order of [`super::VARIANTS`].
@@ -150,6 +152,10 @@ impl<'a> Rates<'a> {
     pub fn run(&self, op: &Op, ins: &[&LocalType], outs: &[&LocalType]) -> Nanos {
         let dtype = ins.first().or(outs.first()).map_or(DType::F32, |t| t.dtype);
         self.op(dtype, &op_cost(op, ins, outs))
+    }
+    /// A run of a node of the graph, in as many turns as it has.
+    pub fn node(&self, op: &Op, rule: &Rule, assignment: &Assignment, ins: &[&LocalType], outs: &[&LocalType]) -> Nanos {
+        spent(self.machine, self.mesh, op, (rule, assignment), ins, outs).time
     }
     fn op(&self, dtype: DType, cost: &OpCost) -> Nanos {
         op_time(&self.machine.device, dtype, cost)

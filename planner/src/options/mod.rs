@@ -31,6 +31,7 @@ use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
 use dplan_ir::plan::{Gathered, LayerPlan, Recompute, Residence, States};
 use dplan_ir::rule::Assignment;
 use dplan_ir::sharding::{Padded, Sharding, local_type};
+use dplan_ir::sync::Sync;
 use form::{BACKWARD, Compare, Cost, FORWARD, FRAME, Measure, VARIANTS as COUNT, WORKSPACE};
 use labels::Path;
 use net::{Keep, Net, Stage};
@@ -42,13 +43,13 @@ pub struct Pricing<'a> {
     /// Differentiated, its values typed in the compute type.
     pub graph: &'a Graph,
     pub machine: &'a Machine,
-    /// `ep × cp × tp`: what else data parallelism does is nothing to a micro-batch.
+    /// `ep × cp × tp`: what else data parallelism does is nothing to a micro-batch. Where they are not nested as usual or data parallelism is cut up, all degrees: they say how tensor-parallel ranks lie.
     pub mesh: Mesh,
     /// Sequences of a micro-batch on one data-parallel rank.
     pub micro_batch: u64,
     /// Dim of every layer boundary that the tensor-parallel axes shard.
     pub boundary: Option<u32>,
-    /// Size of every dim on the machine; of the batch, that of `ep` micro-batches. Strategies are those that these sizes allow.
+    /// Size of every dim on the machine; of the batch, that of a micro-batch on every rank of the mesh that sees different sequences. Strategies are those that these sizes allow.
     pub padded: Padded,
 }
 
@@ -60,12 +61,13 @@ impl<'a> Pricing<'a> {
         paddings.into_iter().map(|padded| Pricing::new(graph, machine, degrees, micro_batch, boundary, padded)).collect()
     }
 
-    /// The pricing under one of the [`padding::candidates`] for these degrees, of which `dp` does not matter.
+    /// The pricing under one of the [`padding::candidates`] for these degrees, of which `dp` does not matter unless they are unusual.
     pub fn new(graph: &'a Graph, machine: &'a Machine, degrees: Degrees, micro_batch: u64, boundary: Option<u32>, mut padded: Padded) -> Pricing<'a> {
+        let (dp, sync) = if degrees.is_unusual() { (degrees.dp, degrees.sync) } else { (degrees.ep, Sync::Flat) };
         if let Some(batch) = graph.batch {
-            padded.0[batch] = micro_batch * degrees.ep;
+            padded.0[batch] = micro_batch * dp;
         }
-        Pricing { graph, machine, mesh: Mesh::of(Degrees { dp: degrees.ep, ..degrees }), micro_batch, boundary, padded }
+        Pricing { graph, machine, mesh: Mesh::of(Degrees { dp, sync, ..degrees }), micro_batch, boundary, padded }
     }
 
     /// Padded size of a dim.

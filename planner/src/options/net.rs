@@ -6,8 +6,8 @@ use super::blueprint::{Blueprint, Kind, Op, Port, Step, Sum};
 use super::form::{
     BACKWARD, Compare, Cost, Costs, FORWARD, MOST_SHARDINGS, Rates, SlotState, UNKNOWN, VARIANTS, WAYS, WORKSPACE, common, push_term, settle, way,
 };
+use crate::lower::working_bytes;
 use crate::strategy::{follow, strategies};
-use dplan_ir::cost::workspace_bytes;
 use dplan_ir::data::data_split;
 use dplan_ir::entity::{ParamId, ValueId};
 use dplan_ir::mesh::AxisSet;
@@ -196,7 +196,8 @@ impl<'p> Net<'p> {
     fn op(&mut self, step: &Step, op: &Op, choice: &mut Choice) -> Option<(u64, u64)> {
         let graph = self.pricing.graph;
         let node = &graph.nodes[op.node];
-        let place = op.rule.place(&choice.assignment.and(&data_split(graph, node, &op.rule, &self.pricing.mesh)));
+        let assignment = choice.assignment.and(&data_split(graph, node, &op.rule, &self.pricing.mesh));
+        let place = op.rule.place(&assignment);
         let derived = op.node != step.forward.node;
         for (&slot, sharding) in op.ins.iter().zip(&place.ins) {
             let number = self.seen[slot].sharding(sharding)?;
@@ -219,7 +220,8 @@ impl<'p> Net<'p> {
         };
         let (ins, outs) = (blocks(&node.inputs, &place.ins), blocks(&node.outputs, &place.outs));
         let (ins, outs): (Vec<&LocalType>, Vec<&LocalType>) = (ins.iter().collect(), outs.iter().collect());
-        Some((self.rates.run(&node.op, &ins, &outs).0, align(workspace_bytes(&node.op, &ins))))
+        let scratch = working_bytes(&node.op, &op.rule, &assignment, &self.pricing.mesh, &ins, &outs);
+        Some((self.rates.node(&node.op, &op.rule, &assignment, &ins, &outs).0, align(scratch)))
     }
 
     fn initial(&self, slot: usize) -> SlotState {

@@ -5,6 +5,7 @@ use super::{Halves, LayerOption, Pricing};
 use crate::lower::{BackwardPass, Fragment, LowerError, Sharder, Storage, makes};
 use crate::units::Nanos;
 use dplan_ir::entity::FormId;
+use dplan_ir::extent::node_rule;
 use dplan_ir::plan::LayerPlan;
 use dplan_ir::sharded::Stmt;
 use dplan_ir::sharding::LocalType;
@@ -70,9 +71,10 @@ impl Pricing<'_> {
         stmts
             .iter()
             .map(|stmt| match stmt {
-                Stmt::Run { node, ins, outs, .. } => {
-                    let (ins, outs) = (blocks(ins), blocks(outs));
-                    rates.run(&self.graph.nodes[*node].op, &ins.iter().collect::<Vec<_>>(), &outs.iter().collect::<Vec<_>>())
+                Stmt::Run { node, ins, outs, assignment } => {
+                    let (ins, outs, node) = (blocks(ins), blocks(outs), &self.graph.nodes[*node]);
+                    let rule = node_rule(self.graph, node);
+                    rates.node(&node.op, &rule, assignment, &ins.iter().collect::<Vec<_>>(), &outs.iter().collect::<Vec<_>>())
                 }
                 Stmt::Reshard { from, to, step, .. } => rates.step(step, self.block(fragment, *from).bytes(), self.block(fragment, *to).bytes()),
             })

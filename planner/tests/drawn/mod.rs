@@ -2,7 +2,8 @@
 #![allow(dead_code)]
 
 use dplan_ir::dtype::DType;
-use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
+use dplan_ir::mesh::{AxisSet, Keys, Mesh};
+use dplan_ir::nest::Nest;
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::plan::{Clip, Gathered, Recompute, Store};
 use dplan_ir::program::Pattern;
@@ -89,7 +90,17 @@ pub fn instance(seed: u64, most_layers: u64, most_offers: u64) -> Instance {
     ][dice.within(0, 12) as usize];
     // Whatever else is pinned.
     let wire = if Dice(seed ^ 0x31fe).one_in(5) { ",wire=bf16" } else { "" };
-    let pins = Pins::parse(&format!("{pins}{wire}")).unwrap();
+    let laid = match Dice(seed ^ 0x5c1d).within(0, 11) {
+        0 => ",sync=hierarchical",
+        1 => ",sync=hierarchical:2+flat",
+        2 => ",sync=tree+hierarchical+hierarchical:3",
+        3 => ",map=tp.dp+dp.ep.tp.cp+cp.tp.dp",
+        5 => ",sync=server",
+        6 => ",sync=server+flat",
+        4 => ",sync=tree+flat,map=tp.dp+dp.ep.cp.tp",
+        _ => "",
+    };
+    let pins = Pins::parse(&format!("{pins}{wire}{laid}")).unwrap();
     let problem = Problem::new(&prices, devices, batch, StateTypes::new(compute, optimizer), clip, pins, None);
     Instance { prices, problem }
 }
@@ -161,7 +172,13 @@ impl Links for Drawn {
     fn collective(&self, site: Site, mesh: &Mesh, axes: AxisSet, pattern: Pattern, bytes: u64) -> Nanos {
         let ranks = mesh.size(axes);
         let times = if pattern == Pattern::AllReduce { 2 } else { 1 };
-        if ranks == 1 { Nanos(0) } else { Nanos(self.on(site, 1, times * (self.latency + bytes * (ranks - 1) / ranks / 100))) }
+        // Nodes of two devices, and a network of half their speed.
+        let rate = if axes.iter().any(|a| mesh.axis(a).size > 1 && mesh.stride(a) * mesh.axis(a).size > 2) { 50 } else { 100 };
+        if ranks == 1 { Nanos(0) } else { Nanos(self.on(site, 1, times * (self.latency + bytes * (ranks - 1) / ranks / rate))) }
+    }
+    fn nodes(&self, mesh: &Mesh, axes: AxisSet) -> u64 {
+        let ranks = mesh.size(axes);
+        if axes.iter().any(|a| mesh.stride(a) == 1) && ranks.is_multiple_of(2) { ranks / 2 } else { ranks }
     }
     fn across_stages(&self, mesh: &Mesh, axes: AxisSet, stages: u64, bytes: u64) -> Nanos {
         let ranks = mesh.size(axes) * stages;
@@ -200,9 +217,20 @@ impl Prices for Drawn {
     fn offers(&mut self, class: u32, shape: Shape) -> Rc<[Offer]> {
         let (seed, most, tied) = (self.seed, self.most_offers, self.tied.contains(&class));
         let draw = || {
-            let code =
-                [u64::from(class), shape.tp, shape.cp, shape.ep, shape.micro_batch, u64::from(shape.boundary.is_some()), u64::from(shape.padding)];
-            let mut dice = Dice(code.iter().fold(seed, |s, c| Dice(s ^ c.wrapping_mul(0x1234_5678_9abc_def1)).next()));
+            let code = [
+                u64::from(class),
+                shape.tp,
+                shape.cp,
+                shape.ep,
+                shape.micro_batch,
+                u64::from(shape.boundary.is_some()),
+                u64::from(shape.padding) + 1000 * u64::from(shape.keys == Keys::Ring),
+            ];
+            let nested = shape
+                .nested
+                .map(|(nest, sync, dp)| [dp + 100 * sync.far(dp).iter().sum::<u64>(), Nest::all().iter().position(|n| *n == nest).unwrap() as u64]);
+            let code = code.iter().chain(nested.iter().flatten());
+            let mut dice = Dice(code.fold(seed, |s, c| Dice(s ^ c.wrapping_mul(0x1234_5678_9abc_def1)).next()));
             if dice.one_in(25) {
                 return Vec::new();
             }
@@ -258,7 +286,7 @@ impl Prices for Drawn {
         };
         let offers: Vec<Rc<[Offer]>> = shapes.into_iter().map(|shape| self.offers(class, shape)).collect();
         let allowed = || offers.iter().flat_map(|o| o.iter()).map(|o| &o.option).filter(|o| recompute.contains(&o.recompute));
-        let tp = Mesh::of(Degrees { dp: shape.ep, ep: shape.ep, cp: shape.cp, tp: shape.tp }).tp();
+        let tp = Mesh::of(shape.degrees()).tp();
         let ways = allowed().map(|o| Way { time: o.time().0, frame: o.bytes.frame, workspace: o.bytes.workspace });
         Floor { trades: trades(ways).into(), part, buckets: least_buckets(allowed(), tp), reads_back: reads_back(class) }
     }
@@ -279,7 +307,7 @@ fn reads_back(class: u32) -> bool {
 }
 
 fn offer(dice: &mut Dice, shape: Shape, width: u64, size: u64, tied: bool, reads_back: bool) -> Offer {
-    let mesh = Mesh::of(Degrees { dp: shape.ep, ep: shape.ep, cp: shape.cp, tp: shape.tp });
+    let mesh = Mesh::of(shape.degrees());
     let first: AxisSet = mesh.tp().iter().take(1).collect();
     let partial = if dice.one_in(3) { first } else { AxisSet::EMPTY };
     let axes = if dice.one_in(2) { mesh.tp() } else { AxisSet::EMPTY };

@@ -2,13 +2,16 @@
 //! formula, and nothing else; the objective, the places of virtual stages, what they keep, and the devices they are on are written out again from their definitions.
 
 use super::drawn::Drawn;
-use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
+use dplan_ir::mesh::{AxisId, AxisSet, Degrees, Keys, Mesh};
+use dplan_ir::nest::{self, Nest};
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::pipeline::{Pipeline, Slots};
 use dplan_ir::plan::{Away, Clip, Offload, Residence, Schedule, States, Wire, Zero};
 use dplan_ir::program::{Pattern, Role};
+use dplan_ir::sync::Sync;
 use dplan_planner::memory::{self, StagePosition, StateTypes, arena};
 use dplan_planner::options::Halves;
+use dplan_planner::pins::Asked;
 use dplan_planner::placement::{Seat, Site};
 use dplan_planner::prices::{Links, Offer, Prices, Shape};
 use dplan_planner::problem::Problem;
@@ -25,6 +28,7 @@ struct Setting<'a> {
     types: StateTypes,
     clip: Clip,
     mesh: Mesh,
+    sync: Sync,
     order: Order,
 }
 
@@ -153,12 +157,41 @@ impl Setting<'_> {
             let grad = whole * self.element(Role::Grad);
             let piece = if zero == 0 { whole } else { whole / ways };
             let collective = |axes, pattern, bytes| self.prices.collective(site, &self.mesh, axes, pattern, bytes).0;
-            let gathered = collective(copies, Pattern::AllGather, whole * self.element(Role::Param));
+            // The axes of the steps, the nearest first.
+            let far = |a: &AxisId| self.mesh.axis(*a).name.starts_with("far");
+            let several: Vec<AxisId> = copies.iter().filter(|&a| self.mesh.axis(a).size > 1).collect();
+            let steps: Vec<AxisSet> = match self.sync {
+                Sync::Flat | Sync::Server => vec![copies],
+                Sync::Hierarchical { .. } => {
+                    vec![several.iter().copied().filter(|a| !far(a)).collect(), several.iter().copied().filter(far).collect()]
+                }
+                Sync::Tree => several.iter().map(|&a| AxisSet::one(a)).collect(),
+            };
+            // Each step moves what the steps before it have left of a whole.
+            let moved_by = |steps: &[AxisSet], pattern, bytes: u64| {
+                let left = |at: usize| bytes / steps[..at].iter().map(|&s| self.mesh.size(s)).product::<u64>();
+                (0..steps.len()).map(|at| collective(steps[at], pattern, left(at))).sum::<u64>()
+            };
+            let gathered = moved_by(&steps, Pattern::AllGather, whole * self.element(Role::Param));
             // Two bytes an element out and in, in a rounding and a sum; a rank alone has nobody to round for.
             let rounds = self.types.wire == Wire::Bf16 && ways > 1;
-            let scattered = if rounds { collective(copies, Pattern::AllToAll, 2 * whole) } else { collective(copies, Pattern::ReduceScatter, grad) };
+            // As many bytes as there are, out and in, and a sum.
+            let serves = !rounds && self.sync == Sync::Server && ways > 1;
+            let scattered = if serves {
+                collective(copies, Pattern::AllToAll, grad).max(collective(copies, Pattern::ReduceScatter, grad))
+            } else if rounds {
+                collective(copies, Pattern::AllToAll, 2 * whole)
+            } else {
+                moved_by(&steps, Pattern::ReduceScatter, grad)
+            };
             let sweep = |bytes| self.prices.sweep(site, bytes).0;
-            let rounding = if rounds { sweep(grad + 2 * whole) + sweep(2 * whole + grad / ways) } else { 0 };
+            let rounding = if serves {
+                sweep(grad + grad / ways)
+            } else if rounds {
+                sweep(grad + 2 * whole) + sweep(2 * whole + grad / ways)
+            } else {
+                0
+            };
             gather += gathered;
             scatter += scattered;
             if zero >= 2 {
@@ -193,7 +226,7 @@ impl Setting<'_> {
             if zero < 2 {
                 add_end += rounding;
             }
-            if zero == 0 && rounds {
+            if zero == 0 && (rounds || serves) {
                 // As ZeRO 1 has it, and back to everybody.
                 reduce_end += scattered + collective(copies, Pattern::AllGather, grad);
                 rest_end += collective(bucket.partial, Pattern::AllReduce, grad);
@@ -201,7 +234,13 @@ impl Setting<'_> {
             } else if zero == 0 && apart {
                 late += across(copies.union(bucket.partial), grad);
             } else if zero == 0 {
-                reduce_end += collective(copies.union(bucket.partial), Pattern::AllReduce, grad);
+                // There and back by all steps but the last, in which all that is missing is added up.
+                let (inner, last) = steps.split_at(steps.len().saturating_sub(1));
+                let least = grad / inner.iter().map(|&s| self.mesh.size(s)).product::<u64>();
+                let last = last.iter().fold(bucket.partial, |all, &s| all.union(s));
+                reduce_end += moved_by(inner, Pattern::ReduceScatter, grad)
+                    + collective(last, Pattern::AllReduce, least)
+                    + moved_by(inner, Pattern::AllGather, grad);
             } else {
                 reduce_end += scattered;
                 rest_end += collective(bucket.partial, Pattern::AllReduce, piece * self.element(Role::Grad));
@@ -211,7 +250,7 @@ impl Setting<'_> {
             }
             gather_end += gathered;
             if let Some((store, level)) = taken {
-                let late = apart || (zero >= 1 || rounds) && bucket.partial.iter().any(|a| self.mesh.axis(a).size > 1);
+                let late = apart || (zero >= 1 || rounds || serves) && bucket.partial.iter().any(|a| self.mesh.axis(a).size > 1);
                 for role in self.types.roles() {
                     let times = match role {
                         // Cleared; read by the norm; summed; read by the update.
@@ -251,6 +290,14 @@ impl Setting<'_> {
     }
 }
 
+/// How so many context-parallel ranks may get at each other's keys: in a ring only if that is asked for.
+fn ways(problem: &Problem, cp: u64) -> Vec<Keys> {
+    match (cp, problem.pins.keys.values()) {
+        (1, _) | (_, None) => vec![Keys::Gathered],
+        (_, Some(asked)) => Keys::ALL.into_iter().filter(|keys| asked.contains(keys)).collect(),
+    }
+}
+
 /// The least objective over the whole space, or nothing if no plan fits.
 pub fn enumerate(problem: &Problem, prices: &mut Drawn) -> Option<u64> {
     let n = problem.devices;
@@ -264,10 +311,11 @@ pub fn enumerate(problem: &Problem, prices: &mut Drawn) -> Option<u64> {
                 let dp = rest / cp;
                 (1..=dp)
                     .filter(|ep| dp.is_multiple_of(*ep) && prices.experts(dp).contains(ep))
-                    .map(|ep| Degrees { dp, ep, cp, tp })
+                    .flat_map(|ep| ways(problem, cp).into_iter().map(move |keys| Degrees { dp, ep, cp, tp, keys, ..Degrees::ONE }))
                     .collect::<Vec<_>>()
             });
-            let cases = degrees.flat_map(|d| (1..=problem.batch).map(move |micro| (d, micro)));
+            let degrees: Vec<Degrees> = degrees.flat_map(|d| laid(problem, prices, d)).collect();
+            let cases = degrees.into_iter().flat_map(|d| (1..=problem.batch).map(move |micro| (d, micro)));
             for (degrees, micro) in cases.filter(|(d, micro)| problem.batch.is_multiple_of(d.dp * micro)).collect::<Vec<_>>() {
                 let m = problem.batch / degrees.dp / micro;
                 let mut boundaries = vec![None];
@@ -275,7 +323,19 @@ pub fn enumerate(problem: &Problem, prices: &mut Drawn) -> Option<u64> {
                 for boundary in boundaries {
                     for padding in 0..prices.paddings(tp) {
                         for order in orders(problem, layers as u64, pp, m) {
-                            let shape = Shape { tp, cp: degrees.cp, ep: degrees.ep, micro_batch: micro, boundary, padding, site: Site::ONLY };
+                            let cut = Mesh::of(degrees).ids().any(|a| Mesh::of(degrees).axis(a).name.starts_with("far"));
+                            let nested = (degrees.nest != Nest::default() || cut).then_some((degrees.nest, degrees.sync, degrees.dp));
+                            let shape = Shape {
+                                tp,
+                                cp: degrees.cp,
+                                ep: degrees.ep,
+                                micro_batch: micro,
+                                boundary,
+                                padding,
+                                keys: degrees.keys,
+                                site: Site::ONLY,
+                                nested,
+                            };
                             for seats in seatings(prices.groups().sizes(), rest * tp, pp) {
                                 let value = best_of_tuple(problem, prices, shape, degrees, order, &seats);
                                 best = [best, value].into_iter().flatten().min();
@@ -287,6 +347,43 @@ pub fn enumerate(problem: &Problem, prices: &mut Drawn) -> Option<u64> {
         }
     }
     best
+}
+
+/// Every pinned way of exchanging gradients among so many ranks, and of nesting them; the usual ones if none is.
+fn laid(problem: &Problem, prices: &Drawn, degrees: Degrees) -> Vec<Degrees> {
+    let mut nests = problem.pins.nest.values().map_or(vec![Nest::default()], <[Nest]>::to_vec);
+    nests.sort_unstable();
+    // Of orders that differ in what has one rank only, the first.
+    let several = |way: &nest::Way| match way {
+        nest::Way::Data => degrees.dp > degrees.ep,
+        nest::Way::Expert => degrees.ep > 1,
+        nest::Way::Context => degrees.cp > 1,
+        nest::Way::Tensor => degrees.tp > 1,
+    };
+    let order = |nest: &Nest| nest.0.into_iter().filter(several).collect::<Vec<_>>();
+    let mut all: Vec<Degrees> = Vec::new();
+    for nest in nests {
+        if all.iter().any(|d| order(&d.nest) == order(&nest)) {
+            continue;
+        }
+        let with = |sync| Degrees { sync, nest, ..degrees };
+        let parts = |far: u64| (far > 1 && degrees.dp.is_multiple_of(far)).then(|| with(Sync::Hierarchical { far }));
+        let Some(asked) = problem.pins.sync.values() else {
+            all.push(with(Sync::Flat));
+            continue;
+        };
+        for asked in asked {
+            let mesh = Mesh::of(with(Sync::Flat));
+            all.extend(match asked {
+                Asked::This(sync @ (Sync::Flat | Sync::Server)) => Some(with(*sync)),
+                _ if degrees.ep > 1 => None,
+                Asked::This(Sync::Tree) => Some(with(Sync::Tree)),
+                Asked::This(Sync::Hierarchical { far }) => parts(*far),
+                Asked::ByNodes => Some(parts(prices.nodes(&mesh, mesh.dp())).unwrap_or(with(Sync::Flat))),
+            });
+        }
+    }
+    all
 }
 
 fn orders(problem: &Problem, layers: u64, pp: u64, m: u64) -> Vec<Order> {
@@ -364,7 +461,7 @@ fn best_of_tuple(problem: &Problem, prices: &mut Drawn, shape: Shape, degrees: D
         let ways = all.filter(allowed).collect();
         known.insert((seat.site, l), Ways { ways, offers, halves });
     }
-    let setting = Setting { prices, types: problem.types, clip: problem.clip, mesh: Mesh::of(degrees), order };
+    let setting = Setting { prices, types: problem.types, clip: problem.clip, mesh: Mesh::of(degrees), sync: degrees.sync, order };
     let tied: Vec<usize> = (0..count).filter(|&l| known[&(seats[0].site, l)].offers.iter().any(|o| o.tie.is_some())).collect();
     let mut best = None;
     for cuts in cuttings(count, (order.pp * order.v) as usize).into_iter().filter(|cuts| order.v == 1 || is_even(cuts)) {
@@ -466,7 +563,9 @@ fn value(
                 (time, ramp) = (time + messages, ramp + messages.div_ceil(v));
             }
         }
-        if arena(&layers, &setting.mesh, problem.types, StagePosition { pipeline, stage, boundary }).total() > problem.budget_at(seat.site) {
+        if arena(&layers, &setting.mesh, StateTypes { sync: setting.sync, ..problem.types }, StagePosition { pipeline, stage, boundary }).total()
+            > problem.budget_at(seat.site)
+        {
             return None;
         }
         (sum, slowest, longest) = (sum + ramp, slowest.max(m * time - ramp), longest.max(ends));

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use dplan_kernels::cuda::library::Library;
 use dplan_kernels::cuda::product::TILES;
 use dplan_kernels::cuda::{Target, arch::Arch};
+use dplan_kernels::trial::chains::joined;
 use dplan_kernels::trial::{Case, Prepared, Random, draw, flat, make};
 
 use crate::cli::output;
@@ -36,7 +37,9 @@ pub fn run(cases: u64) -> Result<Outcome> {
         let trials = (0..cases).map(|_| make(&Case { target, ..draw(&mut random) }, &mut random));
         wrong.extend(family_of(&mut solo, family, trials));
     }
-    wrong.extend(family_of(&mut solo, "flat buckets", flat::all(&mut Random(14)).into_iter()));
+    let mut random = Random(14);
+    wrong.extend(family_of(&mut solo, "flat buckets", (0..cases).map(|_| flat::draw(&mut random))));
+    wrong.extend(family_of(&mut solo, "chains along rows", (0..cases).map(|_| joined(&mut random).together)));
     match lacks {
         Some(why) => output::say!("\nProducts by a library were not tried: {why}"),
         None => {

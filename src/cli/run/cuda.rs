@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{anyhow, ensure};
+use anyhow::{Context, anyhow, ensure};
 use clap::ValueEnum;
 use dplan_ir::dropout::Draws;
 use dplan_ir::dtype::DType;
@@ -28,7 +28,7 @@ use crate::runtime::cuda::driver::Driver;
 use crate::runtime::cuda::gpu::{Gpu, cuda::Cuda, nccl::UniqueId, unique_id};
 use crate::runtime::cuda::rank::Launch;
 use crate::runtime::cuda::session::Session;
-use crate::runtime::cuda::start::Process;
+use crate::runtime::cuda::start::{Process, fingerprint};
 use crate::runtime::cuda::together::seats;
 use crate::runtime::{Options, RankMemory, Recording};
 
@@ -74,9 +74,10 @@ pub fn run(args: &Args, file: &PlanFile, plan: u64, feed: Feed, weights: Option<
     if let Some(why) = gpu.lacks().filter(|_| process.rank == 0) {
         eprintln!("note: {why}");
     }
-    // Ranks that round their products otherwise would drift apart as those of another plan.
-    let plan = plan ^ name_hash(&gpu.products());
     if ranks > 1 {
+        // Ranks with other kernels, or who round their products otherwise, would drift apart as those of another plan.
+        let program = std::env::current_exe().and_then(std::fs::read).context("this program cannot read its own file")?;
+        let plan = name_hash(&format!("{plan:016x} {:016x} {}", fingerprint(&program), gpu.products()));
         let made = if process.rank == 0 { unique_id().map_err(Failure::fault)? } else { UniqueId([0; 128]) };
         let id = process.share(plan, timeout, made.0).map_err(Failure::fault)?;
         gpu.join(UniqueId(id), process.rank, ranks).map_err(Failure::fault)?;

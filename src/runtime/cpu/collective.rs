@@ -6,6 +6,7 @@
 //! - reduce-scatter: share i is the i-th block, reduced in group order into member i's destination;
 //! - all-gather: share i copies all members' blocks into member i's destination;
 //! - all-to-all: share i copies block i of every member's source into member i's destination, which is elsewhere;
+//! - shift: share i copies the source of the member before into member i's destination, which is elsewhere;
 //! - message: share 1 copies from member 0 to member 1.
 //!
 //! 16-bit elements are reduced in f32 and rounded once.
@@ -58,6 +59,9 @@ pub enum Work {
         block: usize,
         dtype: DType,
     },
+    Shift {
+        bytes: usize,
+    },
     Message {
         bytes: usize,
     },
@@ -72,6 +76,7 @@ impl Work {
                 outer * block * members * dtype.size() as usize
             }
             Work::AllToAll { block, dtype } => block * members * dtype.size() as usize,
+            Work::Shift { bytes } => bytes,
             Work::Message { .. } => 0,
         }
     }
@@ -98,6 +103,11 @@ impl Work {
                 },
                 Work::AllGather { outer, block, dtype } => all_gather(members, me, outer, block * dtype.size() as usize),
                 Work::AllToAll { block, dtype } => all_to_all(members, me, block * dtype.size() as usize),
+                Work::Shift { bytes } => {
+                    let before = &members[(me + members.len() - 1) % members.len()];
+                    // No destination overlaps a source.
+                    std::ptr::copy_nonoverlapping(before.src::<u8>(), members[me].dst::<u8>(), bytes);
+                }
                 Work::Message { bytes } if me == 1 => {
                     // Destination of the receiver, source of the sender: different arenas.
                     std::ptr::copy_nonoverlapping(members[0].src::<u8>(), members[1].dst::<u8>(), bytes);
@@ -276,6 +286,12 @@ mod tests {
         let work = Work::AllGather { outer: 2, block: 1, dtype: DType::F64 };
         let memory = vec![vec![1.0, 2.0, 0.0, 0.0, 0.0, 0.0], vec![3.0, 4.0, 0.0, 0.0, 0.0, 0.0]];
         check(work, &memory, |_| 0, |_| 2, &[vec![1.0, 2.0, 1.0, 3.0, 2.0, 4.0], vec![3.0, 4.0, 1.0, 3.0, 2.0, 4.0]]);
+    }
+
+    #[test]
+    fn blocks_go_round_to_the_next_member() {
+        let memory = vec![vec![1.0, 0.0], vec![2.0, 0.0], vec![3.0, 0.0]];
+        check(Work::Shift { bytes: 8 }, &memory, |_| 0, |_| 1, &[vec![1.0, 3.0], vec![2.0, 1.0], vec![3.0, 2.0]]);
     }
 
     #[test]

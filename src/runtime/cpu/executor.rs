@@ -16,7 +16,7 @@ use dplan_ir::optimizer::{StepScalars, trust_ratio};
 use dplan_ir::program::Stream;
 use dplan_ir::splitmix;
 use dplan_kernels::cpu::block::{Block, BlockMut};
-use dplan_kernels::cpu::{Run, Threads, flat};
+use dplan_kernels::cpu::{Run, Threads, flat, join};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
@@ -212,6 +212,8 @@ impl<'w> Executor<'w> {
             | Action::AddInto { .. }
             | Action::Cast { .. }
             | Action::SumShares { .. }
+            | Action::JoinSums { .. }
+            | Action::JoinAttention { .. }
             | Action::SquareSum { .. }
             | Action::ClipScale { .. }
             | Action::TrustSums { .. }
@@ -342,8 +344,20 @@ impl<'w> Executor<'w> {
             Action::SumShares { src, dst } => match (read(src), write(dst)) {
                 (Block::Bf16(src), BlockMut::F32(dst)) => flat::sum_shares(src, dst),
                 (Block::Bf16(src), BlockMut::F64(dst)) => flat::sum_shares(src, dst),
+                (Block::F32(src), BlockMut::F32(dst)) => flat::sum_shares(src, dst),
+                (Block::F64(src), BlockMut::F64(dst)) => flat::sum_shares(src, dst),
                 _ => unreachable!("refused when loaded"),
             },
+            Action::JoinSums { left, right, dst } => {
+                for ((one, other), to) in left.iter().zip(right).zip(dst) {
+                    settle(arena, one, to, micro);
+                    join::sums(read(other), write(to));
+                }
+            }
+            Action::JoinAttention { left, right, dst } => {
+                left.iter().zip(dst).for_each(|(one, to)| settle(arena, one, to, micro));
+                join::attention([read(&right[0]), read(&right[1])], [write(&dst[0]), write(&dst[1])]);
+            }
             Action::SquareSum { src, dst } => {
                 let sum = match read(src) {
                     Block::F32(x) => flat::square_sum(x),
@@ -419,6 +433,14 @@ impl<'w> Executor<'w> {
     }
 }
 
+/// The first of two parts to where they are joined, if it is not there.
+fn settle(arena: &Arena, from: &Slot, to: &Slot, micro: u64) {
+    if from != to {
+        // SAFETY: `load` checked that the slots are of one size, and do not overlap unless they are one.
+        unsafe { std::ptr::copy_nonoverlapping(arena.at(from, micro).cast_const(), arena.at(to, micro), to.bytes) }
+    }
+}
+
 /// What a transfer is, if the item is one.
 fn transfer_of(code: &Code, arena: &Arena, item: Item) -> Option<Transfer> {
     let micro = u64::from(item.micro_batch);
@@ -435,6 +457,8 @@ fn transfer_of(code: &Code, arena: &Arena, item: Item) -> Option<Transfer> {
         | Action::AddInto { .. }
         | Action::Cast { .. }
         | Action::SumShares { .. }
+        | Action::JoinSums { .. }
+        | Action::JoinAttention { .. }
         | Action::SquareSum { .. }
         | Action::ClipScale { .. }
         | Action::TrustSums { .. }

@@ -12,6 +12,7 @@ use dplan_ir::graph::Graph;
 use dplan_ir::mesh::AxisSet;
 use dplan_ir::optimizer::{DecayGroups, Optimizer, decays};
 use dplan_ir::program::{Channel, Instr, Pattern, Program, Space, Stream, Write};
+use dplan_ir::sharding::Monoid;
 use dplan_kernels::cpu::Kernel;
 
 use super::arena::Slot;
@@ -74,6 +75,18 @@ pub enum Action {
     Cast {
         src: Slot,
         dst: Slot,
+    },
+    /// Parts of several values, joined.
+    JoinSums {
+        left: Vec<Slot>,
+        right: Vec<Slot>,
+        dst: Vec<Slot>,
+    },
+    /// Parts (o, lse) of an attention, joined.
+    JoinAttention {
+        left: [Slot; 2],
+        right: [Slot; 2],
+        dst: [Slot; 2],
     },
     SumShares {
         src: Slot,
@@ -304,6 +317,10 @@ impl Loader<'_> {
                     Pattern::AllToAll if from.bytes != to.bytes || from.elems() % ways != 0 || from.overlaps(&to) => {
                         return Err(format!("{} bytes exchanged for {} between {ways}", from.bytes, to.bytes));
                     }
+                    Pattern::Shift if from.bytes != to.bytes || from.overlaps(&to) => {
+                        return Err(format!("{} bytes handed on to {}", from.bytes, to.bytes));
+                    }
+                    Pattern::Shift => Work::Shift { bytes: from.bytes },
                     Pattern::AllToAll => Work::AllToAll { block: from.elems() / ways, dtype },
                 };
                 if pattern.reduces() && dtype == DType::I32 {
@@ -337,6 +354,7 @@ impl Loader<'_> {
                 self.same(&[src, dst])?;
                 Action::AddInto { src, dst }
             }
+            Instr::Join { monoid, left, right, dst } => self.join(*monoid, left, right, dst)?,
             Instr::Cast { src, dst } => {
                 let (src, dst) = (self.float(*src)?, self.slot(*dst)?);
                 if dst.dtype != DType::Bf16 || src.elems() != dst.elems() {
@@ -346,7 +364,7 @@ impl Loader<'_> {
             }
             Instr::SumShares { src, dst } => {
                 let (src, dst) = (self.slot(*src)?, self.float(*dst)?);
-                if src.dtype != DType::Bf16 || src.elems() % dst.elems().max(1) != 0 {
+                if src.dtype != DType::Bf16 && src.dtype != dst.dtype || src.elems() % dst.elems().max(1) != 0 {
                     return Err(format!("{} elements of {} added up to {} of {}", src.elems(), src.dtype, dst.elems(), dst.dtype));
                 }
                 Action::SumShares { src, dst }
@@ -443,6 +461,23 @@ impl Loader<'_> {
         Action::Meet { communicator, member, work, src, dst }
     }
 
+    fn join(&self, monoid: Monoid, left: &[BufferId], right: &[BufferId], dst: &[BufferId]) -> Result<Action, String> {
+        let slots = |of: &[BufferId]| of.iter().map(|&b| self.slot(b)).collect::<Result<Vec<_>, _>>();
+        let (left, right, dst) = (slots(left)?, slots(right)?, slots(dst)?);
+        for ((&one, &other), &to) in left.iter().zip(&right).zip(&dst) {
+            self.same(&[one, other, to])?;
+            // What is joined in place is exactly there.
+            if to.overlaps(&other) || to.overlaps(&one) && to != one || to.dtype == DType::I32 {
+                return Err("a part overlaps what it is joined to".into());
+            }
+        }
+        let pair = |of: &[Slot]| <[Slot; 2]>::try_from(of).map_err(|_| format!("{} parts are no pair (o, lse)", of.len()));
+        match monoid {
+            Monoid::Sum => Ok(Action::JoinSums { left, right, dst }),
+            Monoid::LogSumExp => Ok(Action::JoinAttention { left: pair(&left)?, right: pair(&right)?, dst: pair(&dst)? }),
+            Monoid::Max => Err("no parts are joined by their maxima".into()),
+        }
+    }
     fn trust(&self, sums: BufferId, members: Vec<usize>, state: Slot) -> Result<Trust, String> {
         let sums = self.float(sums)?;
         if sums.dtype != state.dtype {

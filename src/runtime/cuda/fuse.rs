@@ -5,7 +5,8 @@
 //! - all are on one stream, P's result is set and not added to, and each result but the last holds a value whose bytes nothing but the next one reads: in every segment the
 //!   buffer is written before it is read; in this call the next one is its only reader; no other buffer of the same value lies over it; and it is in no frame that is copied
 //!   away, for what a frame takes along is read under the frame's name;
-//! - P may wait until the last of the chain: meanwhile nothing on the stream writes to what the chain reads, or tells other streams that P is over (`record`);
+//! - P may wait until the last of the chain: meanwhile nothing on the stream writes to what the chain reads, tells other streams that P is over (`record`), or waits for them, so
+//!   that P still runs while they do;
 //! - nothing that the chain reads lies under what it writes.
 //!
 //! What stood before P in its stream is over when the chain runs, so whatever P waited for still holds; what stands behind the chain finds what it found. Whether there is a kernel
@@ -38,9 +39,12 @@ pub struct Step {
     pub other: Option<BufferId>,
 }
 
+/// Which instructions of a segment touch a buffer, in order.
+pub type Touched = HashMap<BufferId, Vec<(usize, Access)>>;
+
 /// What is known of a stage's buffers, on one rank.
 pub struct Buffers<'a> {
-    view: &'a View<'a>,
+    pub(super) view: &'a View<'a>,
     /// Whether some segment reads it before writing it: it carries a value from call to call.
     carries: Table<BufferId, bool>,
     of_value: HashMap<ValueId, Vec<BufferId>>,
@@ -85,10 +89,7 @@ impl<'a> Buffers<'a> {
     /// The chains of a segment, in order of their ends; none has an instruction of another.
     pub fn chains(&self, segment: SegmentId) -> Vec<Chain> {
         let body = &self.view.of_stage().segments[segment].body;
-        let mut touched: HashMap<BufferId, Vec<(usize, Access)>> = HashMap::new();
-        for (at, issue) in body.iter().enumerate() {
-            issue.instr.accesses(|b, access| touched.entry(b).or_default().push((at, access)));
-        }
+        let touched = touched(body);
         let mut taken = vec![false; body.len()];
         let mut chains = Vec::new();
         // Of two products that are added the later one waits less.
@@ -103,7 +104,7 @@ impl<'a> Buffers<'a> {
         chains
     }
 
-    fn chain(&self, body: &[Issue], touched: &HashMap<BufferId, Vec<(usize, Access)>>, taken: &[bool], product: usize) -> Option<Chain> {
+    fn chain(&self, body: &[Issue], touched: &Touched, taken: &[bool], product: usize) -> Option<Chain> {
         let Instr::Run { node, ins, outs, write: Write::Set, .. } = &body[product].instr else { return None };
         let (Op::Einsum(_), [result]) = (&self.view.graph.nodes.get(*node)?.op, &outs[..]) else { return None };
         let (mut reads, mut result, mut end) = (ins.clone(), *result, product);
@@ -128,10 +129,8 @@ impl<'a> Buffers<'a> {
     }
 
     /// The one instruction that reads what `from` writes to `result`, if it is one that can follow a product; and what it writes.
-    fn step(&self, body: &[Issue], touched: &HashMap<BufferId, Vec<(usize, Access)>>, from: usize, result: BufferId) -> Option<(Step, BufferId)> {
-        let Content::Value { value, .. } = &self.view.buffer(result).ok()?.content else { return None };
-        let alone = self.of_value.get(value)?.iter().all(|&other| other == result || !self.overlap(result, other));
-        if self.carries[result] || !alone || self.frames.iter().any(|&frame| self.overlap(result, frame)) {
+    fn step(&self, body: &[Issue], touched: &Touched, from: usize, result: BufferId) -> Option<(Step, BufferId)> {
+        if !self.nobody_else(result) {
             return None;
         }
         let mut later = touched.get(&result)?.iter().filter(|(at, _)| *at > from);
@@ -145,18 +144,25 @@ impl<'a> Buffers<'a> {
         Some((Step { at, tail, other: other.and_then(|i| ins.get(i).copied()) }, out))
     }
 
+    /// Whether the bytes of a result are seen under no other name and by no other call.
+    pub(super) fn nobody_else(&self, result: BufferId) -> bool {
+        let Ok(Content::Value { value, .. }) = self.view.buffer(result).map(|b| &b.content) else { return false };
+        let alone = self.of_value.get(value).is_some_and(|all| all.iter().all(|&other| other == result || !self.overlap(result, other)));
+        !self.carries[result] && alone && !self.frames.iter().any(|&frame| self.overlap(result, frame))
+    }
+
     /// Whether what reads these may do so at `to` instead of at `from`.
     fn waits(&self, body: &[Issue], from: usize, to: usize, reads: &[BufferId]) -> bool {
         let stream = body[from].stream;
         body[from + 1..to].iter().filter(|issue| issue.stream == stream).all(|issue| {
-            let mut leaves = !matches!(issue.instr, Instr::Record(_));
+            let mut leaves = !matches!(issue.instr, Instr::Record(_) | Instr::Wait(_));
             issue.instr.accesses(|b, access| leaves &= access == Access::Read || !reads.iter().any(|&read| self.overlap(read, b)));
             leaves
         })
     }
 
     /// Whether two buffers have bytes in common, whatever slots they use.
-    fn overlap(&self, x: BufferId, y: BufferId) -> bool {
+    pub(super) fn overlap(&self, x: BufferId, y: BufferId) -> bool {
         let bytes = |b: BufferId| -> Option<Range<u64>> {
             let place = self.view.place(b).ok()?;
             Some(place.offset..place.offset + (place.slots - 1) * place.stride + place.bytes)
@@ -164,4 +170,13 @@ impl<'a> Buffers<'a> {
         // What lies nowhere is refused when it is loaded.
         bytes(x).zip(bytes(y)).is_none_or(|(x, y)| x.start < y.end && y.start < x.end)
     }
+}
+
+/// Which instructions touch each buffer.
+pub fn touched(body: &[Issue]) -> Touched {
+    let mut touched = Touched::new();
+    for (at, issue) in body.iter().enumerate() {
+        issue.instr.accesses(|b, access| touched.entry(b).or_default().push((at, access)));
+    }
+    touched
 }

@@ -36,6 +36,7 @@ impl Family {
             | Instr::AddInto { .. }
             | Instr::Cast { .. }
             | Instr::SumShares { .. }
+            | Instr::Join { .. }
             | Instr::SquareSum { .. }
             | Instr::ClipScale { .. }
             | Instr::TrustSums { .. }

@@ -10,10 +10,10 @@ use std::ops::Range;
 use dplan_ir::entity::{BufferId, EventId, ParamId, SegmentId, Table};
 use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::{DecayGroups, decays};
-use dplan_ir::program::{Instr, Issue, Pattern, Program, Space, Stream};
-use dplan_ir::sharding::Monoid;
+use dplan_ir::program::{Instr, Issue, Pattern, Program, Space, Stream, Write};
+use dplan_ir::sharding::{LocalType, Monoid};
 use dplan_kernels::cuda::flat::{self, Way};
-use dplan_kernels::cuda::{Alignment, Descriptor, Epilogue, PrepareError, Routine, Tail, Target, prepare};
+use dplan_kernels::cuda::{Alignment, Descriptor, Epilogue, PrepareError, Routine, Tail, Target, prepare, rows};
 
 use super::fuse::{self, Chain, Step};
 use super::groups::{Family, families};
@@ -60,7 +60,7 @@ pub enum Action {
     },
     Record(EventId),
     Wait(EventId),
-    /// Done by the kernel of the instruction at this place of the segment, which comes later ([`super::fuse`]).
+    /// Done by the kernel of the instruction at this place of the segment: a later one ([`super::fuse`]), or one before it ([`super::rows`]).
     Within(usize),
     /// Another rank's business.
     Nothing,
@@ -99,6 +99,8 @@ pub enum Primitive {
     AllGather,
     /// Every rank sends `elems` to each, and receives as many.
     AllToAll,
+    /// Every rank sends `elems` to the next, and receives as many from the one before.
+    Shift,
 }
 
 #[derive(Clone, PartialEq, Debug)]
@@ -144,6 +146,13 @@ pub fn load(graph: &Graph, program: &Program, stage: usize, local_rank: u64, dec
         for chain in buffers.chains(id) {
             let failed = |why| RuntimeError::Program { stage: stage as u32, at: place_of(program, stage, id, chain.product), why };
             fused.extend(of.fused(&segment.body, &chain).map_err(failed)?);
+        }
+        let place = |(&at, action): (&usize, &Action)| (at, if let Action::Within(to) = action { *to } else { at });
+        let moved = fused.iter().map(place).collect();
+        let touched = fuse::touched(&segment.body);
+        for chain in buffers.row_chains(id, &moved) {
+            let failed = |why| RuntimeError::Program { stage: stage as u32, at: place_of(program, stage, id, chain[0]), why };
+            fused.extend(of.joined(&buffers, &touched, &segment.body, &chain).map_err(failed)?);
         }
         let mut actions = Vec::with_capacity(segment.body.len());
         for (at, issue) in segment.body.iter().enumerate() {
@@ -236,7 +245,7 @@ fn action(of: &Of<'_>, instr: &Instr) -> Result<Action, String> {
         }
         Instr::Collective { pattern, axes, stages, dim, monoid, src, dst } => {
             let shape = match pattern {
-                Pattern::AllReduce | Pattern::ReduceScatter | Pattern::AllToAll => view.shape(*src, *dim),
+                Pattern::AllReduce | Pattern::ReduceScatter | Pattern::AllToAll | Pattern::Shift => view.shape(*src, *dim),
                 Pattern::AllGather => view.shape(*dst, *dim),
             };
             let ways = view.group(*axes, stages).len() as u64;
@@ -276,6 +285,10 @@ fn action(of: &Of<'_>, instr: &Instr) -> Result<Action, String> {
                 return Err(format!("{} elements added up to {}", src.elems(), dst.elems()));
             }
             run(flat::sum_shares(src.dtype, dst.dtype, src.elems() / dst.elems().max(1), dst.elems()), vec![src], vec![dst])
+        }
+        Instr::Join { monoid, left, right, dst } => {
+            let (left, right, dst) = (places(left)?, places(right)?, places(dst)?);
+            run(join(*monoid, &left, &right, &dst)?, [left, right].concat(), dst)
         }
         Instr::SquareSum { once, .. } if mesh.position(view.local_rank, *once) != 0 => Action::Nothing,
         Instr::SquareSum { src, dst, once: _ } => {
@@ -359,6 +372,45 @@ impl Of<'_> {
         Ok(Vec::new())
     }
 
+    /// The actions of a chain along rows, by place in the segment: as much of it as there is a kernel for; none if there is none.
+    fn joined(&self, buffers: &fuse::Buffers<'_>, touched: &fuse::Touched, body: &[Issue], chain: &[usize]) -> Result<Vec<(usize, Action)>, String> {
+        for chain in (2..=chain.len()).rev().map(|n| &chain[..n]) {
+            let (values, sides) = buffers.row_values(touched, body, chain);
+            let mut locals = Vec::with_capacity(chain.len());
+            let mut last = Write::Set;
+            for &at in chain {
+                let Instr::Run { node, ins, outs, write, .. } = &body[at].instr else { return Err("a chain of what is no op".into()) };
+                locals.push(self.view.local(*node, ins, outs)?);
+                last = *write;
+            }
+            let mut types: Vec<Option<LocalType>> = vec![None; values.len()];
+            for (local, [read, written]) in locals.iter().zip(&sides) {
+                let all = read.iter().zip(&local.ins).chain(written.iter().zip(&local.outs));
+                all.for_each(|(&value, ty)| types[value] = Some(ty.clone()));
+            }
+            let held: Vec<(LocalType, rows::Held)> = types.into_iter().flatten().zip(&values).map(|(ty, v)| (ty, v.1)).collect();
+            let places = |held: rows::Held| {
+                let these = values.iter().filter(move |v| v.1 == held);
+                these.map(|v| self.view.place(v.0)).collect::<Result<Vec<Place>, String>>()
+            };
+            let (ins, outs) = (places(rows::Held::Loaded)?, places(rows::Held::Stored)?);
+            let link = locals.iter().zip(&sides).map(|(local, [ins, outs])| rows::Link {
+                op: &local.node.op,
+                context: &local.context,
+                ins: ins.clone(),
+                outs: outs.clone(),
+            });
+            let links: Vec<rows::Link<'_>> = link.collect();
+            let alignment = alignment(&[&ins[..], &outs[..]].concat());
+            let Ok(routine) = rows::chain(&rows::Chain { links: &links, values: &held, write: last, alignment, target: self.target }) else {
+                continue;
+            };
+            let within = chain[1..].iter().map(|&at| (at, Action::Within(chain[0])));
+            return Ok([(chain[0], Action::Run { routine, ins, outs })].into_iter().chain(within).collect());
+        }
+        Ok(Vec::new())
+    }
+
     /// The kernels of a product and the steps that follow it, if there are any, and their operands and results.
     fn followed(&self, body: &[Issue], product: usize, steps: &[Step]) -> Result<(Result<Routine, PrepareError>, Vec<Place>, Vec<Place>), String> {
         let run = |at: usize| match &body[at].instr {
@@ -433,6 +485,8 @@ fn collective(
         (Pattern::AllToAll, _) if src.bytes != dst.bytes || !src.elems().is_multiple_of(ways) => {
             Err(format!("{} bytes exchanged for {} between {ways}", src.bytes, dst.bytes))
         }
+        (Pattern::Shift, _) if src.bytes != dst.bytes => Err(format!("{} bytes handed on for {}", src.bytes, dst.bytes)),
+        (Pattern::Shift, _) => Ok(plain(Primitive::Shift, src.elems())),
         (Pattern::AllToAll, _) => Ok(plain(Primitive::AllToAll, src.elems() / ways)),
         (Pattern::AllGather, _) => {
             parts(dst, src)?;
@@ -441,6 +495,23 @@ fn collective(
             let staging = if after.is_some() { dst.bytes } else { 0 };
             Ok(Collective { after, staging, ..plain(Primitive::AllGather, src.elems()) })
         }
+    }
+}
+
+/// Parts of what is made block by block, joined: operands are those of `left`, then those of `right`.
+fn join(monoid: Monoid, left: &[Place], right: &[Place], dst: &[Place]) -> Result<Routine, String> {
+    for ((one, other), to) in left.iter().zip(right).zip(dst) {
+        if (one.dtype, one.bytes) != (other.dtype, other.bytes) || (one.dtype, one.bytes) != (to.dtype, to.bytes) {
+            return Err(format!("{} bytes of {} joined with {} of {}", one.bytes, one.dtype, other.bytes, other.dtype));
+        }
+    }
+    let is_there = if left == dst { flat::Left::InPlace } else { flat::Left::Elsewhere };
+    match (monoid, left) {
+        (Monoid::Sum, _) => Ok(flat::join_sums(&left.iter().map(|p| (p.dtype, p.elems())).collect::<Vec<_>>(), is_there)),
+        (Monoid::LogSumExp, [o, lse]) if lse.elems() > 0 && lse.dtype == o.dtype.accumulator() => {
+            Ok(flat::join_attention(o.dtype, lse.elems(), o.elems() / lse.elems(), is_there))
+        }
+        (Monoid::LogSumExp | Monoid::Max, _) => Err(format!("{} parts joined by {}", left.len(), monoid.name())),
     }
 }
 

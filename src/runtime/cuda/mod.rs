@@ -2,7 +2,7 @@
 //!
 //! [`load`] turns each instruction of a stage into an [`load::Action`]: kernels with the byte ranges they work on, copies and fills of the driver, or a
 //! collective of NCCL with the kernels that pack and unpack around it. What follows a product element by element is done by the product's kernel where nobody sees the
-//! difference ([`fuse`]). A [`rank::Rank`] makes the calls that this takes ([`step`]) of a [`driver::Driver`], which is a
+//! difference ([`fuse`]), and ops along rows by one kernel ([`rows`]). A [`rank::Rank`] makes the calls that this takes ([`step`]) of a [`driver::Driver`], which is a
 //! [`gpu::Gpu`], or a stand-in that tests give. [`session::Session`] runs steps on the ranks of a process; [`start`] is how processes find each other.
 //! Nothing is decided here that the program did not decide.
 
@@ -14,6 +14,7 @@ pub mod gpu;
 pub mod groups;
 pub mod load;
 pub mod rank;
+pub mod rows;
 pub mod session;
 pub mod solo;
 pub mod start;

@@ -85,12 +85,12 @@ impl Timing {
     }
 }
 
-/// The instruction by whose name each is told: what a product's kernel does besides is the product's, the first of them.
+/// The instruction by whose name each is told: what a kernel does besides is that of the first of them.
 fn named(actions: &[(Stream, Action)]) -> Vec<usize> {
     let mut named: Vec<usize> = (0..actions.len()).collect();
-    for (at, (_, action)) in actions.iter().enumerate().rev() {
-        if let Action::Within(later) = action {
-            named[*later] = at;
+    for (at, (_, action)) in actions.iter().enumerate() {
+        if let Action::Within(to) = action {
+            named[*to] = named[*to].min(at);
         }
     }
     named

@@ -218,6 +218,10 @@ impl<D: Driver> Card<D> {
             Primitive::AllToAll => (0..).zip(&exchanges).try_for_each(|(to, e)| {
                 (0..).zip(&exchanges).try_for_each(|(from, other)| self.copy(other.from.plus(to * bytes), e.to.plus(from * bytes), bytes, lead))
             }),
+            // The same: a block goes to another place than the one it comes from.
+            Primitive::Shift => {
+                exchanges.iter().zip(exchanges.iter().cycle().skip(1)).try_for_each(|(e, next)| self.copy(e.from, next.to, bytes, lead))
+            }
             Primitive::AllReduce(Reduction::Sum) => {
                 let sum = self.sum(group, &exchanges, elems, lead)?;
                 exchanges.iter().try_for_each(|e| self.copy(sum, e.to, bytes, lead))

@@ -36,11 +36,12 @@ pub(super) fn forward(a: &Attention, ctx: &OpContext, ins: &[&Tensor], sinks: Op
     let (mut o, mut lse) = (Tensor::zeros(&outs[0]), Tensor::zeros(&outs[1]));
     for_each_query(ctx, q, |b, s, g, r| {
         let scores = scores(a, ctx, ins, [b, s, g, r]);
-        let sink = sinks.map(|sink| sink.data[sink.at(&[g, r])]);
+        let sink = sinks.filter(|_| ctx.turn == 0).map(|sink| sink.data[sink.at(&[g, r])]);
         let max = scores.iter().map(|&(_, x)| x).chain(sink).fold(f64::NEG_INFINITY, f64::max);
         let sum: f64 = scores.iter().map(|&(_, x)| x).chain(sink).map(|x| (x - max).exp()).sum();
         let at = lse.at(&[b, s, g, r]);
-        lse.data[at] = max + sum.ln();
+        // A query may see nothing of one block of the keys.
+        lse.data[at] = if sum > 0.0 { max + sum.ln() } else { f64::NEG_INFINITY };
         let row = o.at(&[b, s, g, r, 0]);
         for (t, x) in scores {
             let p = (x - max).exp() / sum;

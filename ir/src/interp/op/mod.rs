@@ -65,6 +65,7 @@ pub fn eval(op: &Op, ctx: &OpContext, ins: &[&Tensor], outs: &[LocalType]) -> Ve
         Op::Dispatch => one(moe::dispatch(ins[0], ins[1], &outs[0])),
         Op::Undispatch => one(moe::undispatch(ins[0], ins[1])),
         Op::ExpertEinsum(spec) => one(moe::expert_einsum(spec, ins, &outs[0])),
+        Op::Capacity { tokens } => one(moe::capacity(*tokens, ctx, ins[0])),
         Op::AddExpertBias => one(moe::add_expert_bias(ins[0], ins[1], ins[2])),
         Op::ExpertBiasGrad => one(moe::expert_bias_grad(ins[0], ins[1], &outs[0])),
         Op::Combine => one(moe::combine(ins[0], ins[1])),

@@ -61,6 +61,19 @@ pub(super) fn top_k_gate_grad(router: &Router, ctx: &OpContext, ins: &[&Tensor])
     out
 }
 
+/// The gate, of which each expert keeps the first `tokens` tokens of each sequence, by position.
+pub(super) fn capacity(tokens: u64, ctx: &OpContext, gate: &Tensor) -> Tensor {
+    let (len, experts) = (gate.dim(1), gate.dim(2));
+    let mut kept = gate.map(|_| 0.0);
+    for (from, to) in gate.data.chunks_exact(len * experts).zip(kept.data.chunks_exact_mut(len * experts)) {
+        for e in 0..experts {
+            let by_position = (0..len as u64).map(|position| ctx.order.index(position, len as u64) as usize * experts + e);
+            by_position.filter(|&at| from[at] != 0.0).take(tokens as usize).for_each(|at| to[at] = from[at]);
+        }
+    }
+    kept
+}
+
 /// Experts of the groups that are kept (of equals the lowest index), or all.
 fn candidates(router: &Router, choice: &[f64]) -> Vec<usize> {
     let Some(groups) = router.groups else { return (0..choice.len()).collect() };

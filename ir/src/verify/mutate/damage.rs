@@ -4,9 +4,10 @@ use super::{Cut, Damage, show};
 use crate::dtype::DType;
 use crate::entity::{BufferId, DimId, NodeId, ValueId};
 use crate::graph::{Graph, Node};
-use crate::mesh::AxisSet;
+use crate::mesh::{AxisId, AxisSet};
 use crate::op::Op;
 use crate::program::{ALIGN, Buffer, Channel, Content, Instr, Pattern, Program, Role, Space, Stream, Write};
+use crate::ring::Ring;
 use crate::sharding::Monoid;
 
 impl Damage {
@@ -22,7 +23,8 @@ impl Cut<'_> {
     fn damage(&mut self, damage: Damage) -> Option<String> {
         let ranked = self.program.mesh.ids().filter(|&a| self.program.mesh.axis(a).size > 1).collect::<AxisSet>();
         let stages = self.program.stages.len() as u32;
-        let accumulates = |i: &Instr| matches!(i, Instr::AddInto { .. } | Instr::SquareSum { .. } | Instr::Run { write: Write::Add, .. });
+        let accumulates =
+            |i: &Instr| matches!(i, Instr::AddInto { .. } | Instr::Join { .. } | Instr::SquareSum { .. } | Instr::Run { write: Write::Add, .. });
         match damage {
             Damage::DropRun => self.drop(|i| matches!(i, Instr::Run { .. } | Instr::Input { .. } | Instr::Slice { .. })),
             Damage::DropCollective => self.drop(|i| matches!(i, Instr::Collective { .. })),
@@ -75,7 +77,7 @@ impl Cut<'_> {
                 _ => false,
             }),
             Damage::WrongMonoid => self.edit(|i| match i {
-                Instr::Collective { monoid, pattern: Pattern::AllReduce | Pattern::ReduceScatter, .. } => {
+                Instr::Collective { monoid, pattern: Pattern::AllReduce | Pattern::ReduceScatter, .. } | Instr::Join { monoid, .. } => {
                     *monoid = if *monoid == Monoid::Sum { Monoid::Max } else { Monoid::Sum };
                     true
                 }
@@ -164,6 +166,7 @@ impl Cut<'_> {
                 | Instr::SumShares { src, .. }
                 | Instr::SquareSum { src, .. }
                 | Instr::ClipScale { src, .. } => Some(src),
+                Instr::Join { left, .. } => left.first_mut(),
                 Instr::Update { grad, .. } => Some(grad),
                 _ => None,
             }),
@@ -179,6 +182,7 @@ impl Cut<'_> {
                 | Instr::Cast { dst, .. }
                 | Instr::SumShares { dst, .. }
                 | Instr::SquareSum { dst, .. } => Some(dst),
+                Instr::Join { dst, .. } => dst.first_mut(),
                 Instr::Update { state, .. } => Some(state),
                 _ => None,
             }),
@@ -299,6 +303,16 @@ impl Cut<'_> {
                     _ => None,
                 })
             }
+            Damage::DropJoin => self.drop(|i| matches!(i, Instr::Join { .. })),
+            Damage::OtherTurn => self.redirect(other_turn, |i| match i {
+                // Keys come behind queries.
+                Instr::Run { ins, .. } => ins.get_mut(1),
+                Instr::Join { right, .. } => right.first_mut(),
+                Instr::Collective { pattern: Pattern::Shift, src, .. } => Some(src),
+                _ => None,
+            }),
+            Damage::WrongTurn => self.ring(|ring| ring.turn = (ring.turn + 1) % ring.ranks),
+            Damage::WrongPairs => self.ring(|ring| ring.over = (ring.over & (ring.over - 1) | ring.over << 1) & Ring::all(ring.ranks)),
             Damage::EarlyUpdate => self.carry(|i| matches!(i, Instr::Update { .. }), |_, _| 0),
             Damage::OtherPlace => self.carry(|_| true, |len, pick| pick as usize % len),
             Damage::WrongRole => self.buffer(|buffer, _| match &mut buffer.content {
@@ -365,6 +379,15 @@ impl Cut<'_> {
                 call.segment.0 = (call.segment.0 + 1) % count;
                 Some(format!("stage {stage} call {at}"))
             }
+            Damage::WrongNesting => {
+                let mesh = &mut self.program.mesh;
+                let mut nesting: Vec<AxisId> = if mesh.nesting.is_empty() { mesh.ids().collect() } else { mesh.nesting.clone() };
+                let (first, last) = (nesting.first().copied()?, nesting.last_mut()?);
+                let is_other = *last != first;
+                *last = first;
+                mesh.nesting = nesting;
+                is_other.then(|| "the mesh".into())
+            }
             Damage::MoreMicroBatches => {
                 self.program.micro_batches += 1;
                 Some("the program".into())
@@ -418,6 +441,15 @@ impl Cut<'_> {
                 self.issue(site).instr = Instr::Run { node: other, ins, outs, scratch, write };
                 Some(format!("{}: {other} for {node}", show(site)))
             }
+            Damage::HalfGather => self.half_gather(),
+            Damage::GatherPending => self.gather_pending(),
+            Damage::FewerStages => self.fewer_stages(),
+            Damage::OtherOrderAcross => self.other_order_across(),
+            Damage::ForgetNorm => self.forget_norm(),
+            Damage::LoseScalar => self.lose_scalar(),
+            Damage::ShiftedSource => self.shifted_source(),
+            Damage::HugeNumber => self.huge_number(),
+            Damage::MoreSlots => self.more_slots(),
             Damage::LessFile => {
                 let stages: Vec<usize> = (0..self.program.stages.len()).filter(|&s| self.program.stages[s].file_bytes > 0).collect();
                 let stage = stages[self.draw(stages.len())?];
@@ -426,6 +458,14 @@ impl Cut<'_> {
                 Some(format!("stage {stage}"))
             }
         }
+    }
+}
+
+/// Whether two buffers claim the same value, of another block or of other pairs of blocks.
+fn other_turn(this: &Buffer, b: &Buffer) -> bool {
+    match (&this.content, &b.content) {
+        (Content::Value { value, sharding }, Content::Value { value: v, sharding: s }) => value == v && sharding.ring != s.ring,
+        _ => false,
     }
 }
 

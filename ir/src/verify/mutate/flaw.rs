@@ -1,7 +1,7 @@
 //! Flaws of the graph: what a program takes from it and cannot have wrong by itself.
 //!
 //! A program draws dropout and divides the loss by running nodes. It names no key and no divisor of its own, so a wrong one is a wrong node (which is
-//! [`super::Damage::WrongKey`]) or a wrong graph, and that is drawn here.
+//! [`super::Damage::WrongKey`]) or a wrong graph, and that is drawn here. The same goes for what experts take.
 
 use super::words;
 use crate::entity::{NodeId, ParamId, ValueId};
@@ -29,10 +29,14 @@ pub enum Flaw {
     WrongParam,
     DropContribution,
     RepeatContribution,
+    /// Experts take more tokens of a sequence than their rows have room for, or fewer.
+    WrongCapacity,
+    /// What takes the gate that is left takes the router's, or the other way round.
+    OtherGate,
 }
 
 impl Flaw {
-    pub const ALL: [Flaw; 10] = [
+    pub const ALL: [Flaw; 12] = [
         Flaw::WrongKey,
         Flaw::WrongRate,
         Flaw::WrongMask,
@@ -43,6 +47,8 @@ impl Flaw {
         Flaw::WrongParam,
         Flaw::DropContribution,
         Flaw::RepeatContribution,
+        Flaw::WrongCapacity,
+        Flaw::OtherGate,
     ];
 
     /// In words: `wrong key`.
@@ -107,6 +113,23 @@ impl Flaw {
                 flawed.grads[param].push(graph.grads[param][0]);
                 param.to_string()
             }
+            Flaw::WrongCapacity => {
+                let node = draw.one(draw.capacities())?;
+                let by = draw.one(vec![true, false])?;
+                if let Op::Capacity { tokens } = &mut flawed.nodes[node].op {
+                    *tokens = if by { *tokens + 1 } else { *tokens - 1 };
+                }
+                node.to_string()
+            }
+            Flaw::OtherGate => {
+                let limit = draw.one(draw.capacities())?;
+                let gates = [graph.nodes[limit].inputs[0], graph.nodes[limit].outputs[0]];
+                let operands = graph.nodes.iter().flat_map(|(id, n)| (0..n.inputs.len()).map(move |at| (id, at)));
+                let (node, at) = draw.one(operands.filter(|&(id, at)| gates.contains(&graph.nodes[id].inputs[at])).collect())?;
+                let is = graph.nodes[node].inputs[at];
+                flawed.nodes[node].inputs[at] = if is == gates[0] { gates[1] } else { gates[0] };
+                format!("{node} operand {at}")
+            }
         };
         Some((flawed, at))
     }
@@ -128,6 +151,9 @@ impl Draw<'_> {
     fn dropouts(&self, phase: Phase) -> Vec<NodeId> {
         let is = |n: &crate::graph::Node| n.phase == phase && matches!(n.op, Op::Dropout { .. });
         self.graph.nodes.iter().filter(|(_, n)| is(n)).map(|(id, _)| id).collect()
+    }
+    fn capacities(&self) -> Vec<NodeId> {
+        self.graph.nodes.iter().filter(|(_, n)| matches!(n.op, Op::Capacity { .. })).map(|(id, _)| id).collect()
     }
     /// Another value of the same type that is made before a node, in some phases.
     fn other(&mut self, node: NodeId, value: ValueId, made: impl Fn(Phase) -> bool) -> Option<ValueId> {

@@ -99,10 +99,38 @@ pub enum Damage {
     EarlyCopy,
     /// A copy takes another frame along.
     OtherFrame,
+    /// Of a piece, a gather in place makes only a larger piece.
+    HalfGather,
+    /// Gradients are gathered before they are reduced.
+    GatherPending,
+    /// An operation across stages leaves one out.
+    FewerStages,
+    /// One stage sums over stages before, not after, its ranks.
+    OtherOrderAcross,
+    /// A bucket is not counted in the norm, which is gone when the step ends.
+    ForgetNorm,
+    /// The loss or the norm is zeroed when the step ends.
+    LoseScalar,
+    /// A copy or a sum takes the bytes of another place, under the old name.
+    ShiftedSource,
+    /// A size, a place or a stride is near 2⁶².
+    HugeNumber,
+    /// A home has a slot more.
+    MoreSlots,
+    /// Parts of a ring are not joined.
+    DropJoin,
+    /// Keys of another turn, or parts of other pairs of blocks.
+    OtherTurn,
+    /// A block claims to be of another rank.
+    WrongTurn,
+    /// A part claims other pairs of blocks.
+    WrongPairs,
+    /// An axis is nested twice, and another one not at all.
+    WrongNesting,
 }
 
 impl Damage {
-    pub const ALL: [Damage; 72] = [
+    pub const ALL: [Damage; 86] = [
         Damage::DropRun,
         Damage::DropCollective,
         Damage::DropMessage,
@@ -175,6 +203,20 @@ impl Damage {
         Damage::DropCast,
         Damage::EarlyCopy,
         Damage::OtherFrame,
+        Damage::HalfGather,
+        Damage::GatherPending,
+        Damage::FewerStages,
+        Damage::OtherOrderAcross,
+        Damage::ForgetNorm,
+        Damage::LoseScalar,
+        Damage::ShiftedSource,
+        Damage::HugeNumber,
+        Damage::MoreSlots,
+        Damage::DropJoin,
+        Damage::OtherTurn,
+        Damage::WrongTurn,
+        Damage::WrongPairs,
+        Damage::WrongNesting,
     ];
 
     /// In words: `drop wait`.

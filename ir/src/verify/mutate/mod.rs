@@ -8,6 +8,7 @@ mod damage;
 mod flaw;
 mod kind;
 mod rewrite;
+mod subtle;
 
 pub use flaw::Flaw;
 pub use kind::Damage;
@@ -16,6 +17,7 @@ pub use rewrite::Rewrite;
 use crate::entity::{BufferId, EventId, SegmentId};
 use crate::graph::Graph;
 use crate::program::{Buffer, Content, Instr, Issue, Program, StageProgram};
+use crate::ring::Ring;
 
 /// A program being changed at a drawn place.
 struct Cut<'a> {
@@ -126,6 +128,25 @@ impl Cut<'_> {
         let others: Vec<Buffer> = buffers.iter().filter(|&(other, o)| other != id && used(o)).map(|(_, o)| o.clone()).collect();
         change(&mut buffers[id], &others);
         Some(format!("stage {stage} {id}"))
+    }
+    fn ring(&mut self, change: impl Fn(&mut Ring)) -> Option<String> {
+        self.buffer(|buffer, _| match &mut buffer.content {
+            Content::Value { sharding, .. } => match &mut sharding.ring {
+                Some(ring) => {
+                    let was = *ring;
+                    change(ring);
+                    was != *ring
+                }
+                None => false,
+            },
+            Content::Flat { .. }
+            | Content::Member { .. }
+            | Content::Scalar(_)
+            | Content::Trust { .. }
+            | Content::Wire { .. }
+            | Content::Frame
+            | Content::Scratch => false,
+        })
     }
     fn bucket(&mut self, change: impl Fn(&mut crate::program::Bucket, u64) -> bool) -> Option<String> {
         let stage = self.draw(self.program.stages.len())?;

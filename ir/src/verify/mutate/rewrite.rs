@@ -5,6 +5,7 @@ use std::ops::Range;
 use super::{Cut, show, words};
 use crate::entity::BufferId;
 use crate::graph::Graph;
+use crate::mesh::AxisId;
 use crate::program::{ALIGN, Buffer, Instr, Issue, Program, Region, Space, StageProgram, Stream};
 
 /// Kinds of rewrites that leave a program right.
@@ -26,10 +27,12 @@ pub enum Rewrite {
     LargerArena,
     /// Events numbered the other way round.
     OtherEvents,
+    /// Ranks of a stage numbered the other way round.
+    OtherNesting,
 }
 
 impl Rewrite {
-    pub const ALL: [Rewrite; 8] = [
+    pub const ALL: [Rewrite; 9] = [
         Rewrite::OtherIssueOrder,
         Rewrite::Commute,
         Rewrite::ExtraEdge,
@@ -38,6 +41,7 @@ impl Rewrite {
         Rewrite::OwnSegment,
         Rewrite::LargerArena,
         Rewrite::OtherEvents,
+        Rewrite::OtherNesting,
     ];
 
     /// In words: `other offsets`.
@@ -146,6 +150,13 @@ impl Cut<'_> {
                 stage.regions.push(Region { name: "more".into(), offset: stage.arena_bytes, bytes: ALIGN });
                 stage.arena_bytes += ALIGN;
                 Some(format!("stage {at}"))
+            }
+            Rewrite::OtherNesting => {
+                let mesh = &mut self.program.mesh;
+                let mut nesting: Vec<AxisId> = if mesh.nesting.is_empty() { mesh.ids().collect() } else { mesh.nesting.clone() };
+                nesting.reverse();
+                mesh.nest(nesting);
+                (mesh.axes.iter().filter(|axis| axis.size > 1).count() > 1).then(|| "the mesh".into())
             }
             Rewrite::OtherEvents => {
                 let at = self.draw(self.program.stages.len())?;

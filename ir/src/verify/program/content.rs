@@ -1,5 +1,6 @@
 //! What a range of bytes holds, on this step's symbolic rank.
 
+use crate::dtype::DType;
 use crate::entity::{BucketId, ValueId};
 use crate::mesh::AxisSet;
 use crate::program::{Role, Scalar};
@@ -40,6 +41,8 @@ pub(super) enum Fact {
     Scalar {
         scalar: Scalar,
         sum: u32,
+        base: u64,
+        dtype: DType,
     },
     /// Gradients on the wire: all of this rank's, or the members' shares.
     Wire {
@@ -58,6 +61,7 @@ pub(super) enum Fact {
     Trust {
         bucket: BucketId,
         pending: AxisSet,
+        base: u64,
     },
 }
 

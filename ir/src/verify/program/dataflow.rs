@@ -10,15 +10,16 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::clock::{Clocks, Point};
 use super::content::{Fact, Flat, Version};
 use super::frame::Frames;
-use super::memory::{Cell, Layout, NO_GRID};
+use super::memory::{Cell, Layout};
+use super::period::Snapshot;
 use super::schedule::{Periodic, periodic};
-use super::sums::{Pending, Sums};
+use super::sums::Sums;
 use super::types::Types;
 use super::{Class, Place, Report};
 use crate::entity::{BucketId, BufferId, Id, ParamId, SegmentId, Table, ValueId};
 use crate::graph::Graph;
 use crate::mesh::AxisSet;
-use crate::program::{Buffer, Call, Content, Instr, Pattern, Program, Role, Scalar, Stream, Write};
+use crate::program::{Buffer, Call, Content, Instr, Pattern, Program, Role, Stream, Write};
 use crate::sharding::Sharding;
 
 /// What a stage has done by the end of its step.
@@ -28,17 +29,37 @@ pub(super) struct End {
     pub walked: u64,
     /// The contributions that this stage accumulates, by parameter.
     pub contributions: BTreeMap<ParamId, BTreeSet<ValueId>>,
-    /// Buckets counted in the norm, and whether it was reduced over all ranks; `None` if the stage has no norm.
-    pub norm: Option<(Vec<BucketId>, bool)>,
+    /// Buckets counted in each norm that is reported or clips, and whether it was reduced over all ranks; they should be one.
+    pub norms: BTreeSet<(Vec<BucketId>, bool)>,
+    /// What the stage brought to the operations of each communicator across stages.
+    pub across: BTreeMap<(AxisSet, Vec<u32>), Vec<Share>>,
+    /// Of parameters with homes on several stages: whether what updates them was rounded on a wire.
+    pub rounded: BTreeMap<ParamId, bool>,
     /// Whether the loss is the whole loss; `None` if the stage has none.
     pub loss: Option<bool>,
     /// Updates with and without a clip factor.
     pub updates: [u64; 2],
 }
 
+/// What a stage brings to an operation across stages.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub(super) struct Share {
+    /// What it still has to be summed over within the stage.
+    pub axes: AxisSet,
+    pub rounded: bool,
+    /// Of a norm: what it counts.
+    pub norm: Option<Vec<BucketId>>,
+}
+
 /// Walks a stage's step and reports its faults.
 pub(super) fn check(graph: &Graph, program: &Program, stage: usize, report: &mut Report) -> End {
-    let cut = periodic(program, &program.stages[stage]);
+    // Operations across stages are all walked, so that they can be compared.
+    let is_across = |call: &Call| {
+        let body = &program.stages[stage].segments[call.segment].body;
+        body.iter().any(|issue| matches!(&issue.instr, Instr::Collective { stages, .. } if !stages.is_empty()))
+    };
+    let schedule = &program.stages[stage].schedule;
+    let cut = periodic(program, &program.stages[stage]).filter(|p| !schedule[p.start..][..p.count as usize * p.calls].iter().any(is_across));
     let mut trial = Report::default();
     let end = Walk::new(graph, program, stage, &mut trial).step(cut);
     if trial.is_clean() {
@@ -48,12 +69,6 @@ pub(super) fn check(graph: &Graph, program: &Program, stage: usize, report: &mut
     Walk::new(graph, program, stage, report).step(None)
 }
 
-/// What the state was after some period.
-struct Snapshot {
-    cells: Vec<Cell>,
-    clocks: Clocks,
-}
-
 pub(super) struct Walk<'a> {
     pub types: Types<'a>,
     pub layout: Layout,
@@ -61,14 +76,14 @@ pub(super) struct Walk<'a> {
     pub sums: Sums,
     pub frames: Frames,
     pub contributions: BTreeMap<ParamId, BTreeSet<ValueId>>,
-    /// Micro-batches of the step (of the walk, where periods are skipped).
+    /// Micro-batches of the step.
     pub micro_batches: u64,
     pub micro_batch: u64,
     pub point: Point,
     pub end: End,
     shardings: Table<BufferId, u32>,
     loss_pending: BTreeMap<(SegmentId, usize), AxisSet>,
-    clocks: Clocks,
+    pub clocks: Clocks,
     stream: Stream,
     stage: usize,
     segment: SegmentId,
@@ -160,25 +175,22 @@ impl<'a> Walk<'a> {
         self.begin();
         let schedule = &self.types.stage.schedule;
         match cut {
-            None => self.calls(schedule, 0),
-            Some(periodic) => {
-                self.calls(&schedule[..periodic.start], 0);
+            None => self.calls(schedule),
+            Some(Periodic { start, calls, shift, count }) => {
+                let period = |n: u64| &schedule[start + n as usize * calls..][..calls];
+                self.calls(&schedule[..start]);
                 let mut before: Option<Snapshot> = None;
-                let mut walked = 0;
-                while walked < periodic.count {
-                    let from = periodic.start + walked as usize * periodic.calls;
-                    self.calls(&schedule[from..from + periodic.calls], 0);
-                    walked += 1;
-                    if before.take().is_some_and(|b| self.repeats(&b, periodic.shift)) {
+                for walked in 1..=count {
+                    self.calls(period(walked - 1));
+                    if let Some(before) = before.take()
+                        && self.repeats(&before, shift)
+                    {
+                        self.advance(&before, shift, (count - walked) * shift);
                         break;
                     }
-                    if walked < periodic.count {
-                        before = Some(Snapshot { cells: self.cells.clone(), clocks: self.clocks.clone() });
-                    }
+                    before = (walked < count).then(|| self.snapshot());
                 }
-                let back = (periodic.count - walked) * periodic.shift;
-                self.micro_batches -= back;
-                self.calls(&schedule[periodic.start + periodic.count as usize * periodic.calls..], back);
+                self.calls(&schedule[start + count as usize * calls..]);
             }
         }
         self.finish();
@@ -238,11 +250,11 @@ impl<'a> Walk<'a> {
         [Role::Param, Role::Grad].into_iter().chain(master).chain([Role::Moment1, Role::Moment2].into_iter().take(moments)).collect()
     }
 
-    fn calls(&mut self, calls: &[Call], back: u64) {
+    fn calls(&mut self, calls: &[Call]) {
         let stage = self.types.stage;
         for call in calls {
             self.segment = call.segment;
-            self.micro_batch = call.micro_batch.saturating_sub(back);
+            self.micro_batch = call.micro_batch;
             let body = &stage.segments[call.segment].body;
             for (at, issue) in body.iter().enumerate() {
                 self.instr = at;
@@ -279,7 +291,12 @@ impl<'a> Walk<'a> {
                 let claim = self.claim(dst);
                 self.put(dst, claim);
             }
-            Instr::Collective { pattern, axes, stages, src, dst, .. } => self.collective(*pattern, *axes, !stages.is_empty(), *src, *dst),
+            Instr::Collective { pattern, axes, stages, src, dst, .. } => {
+                if !stages.is_empty() {
+                    self.note_across(*axes, stages, *src);
+                }
+                self.collective(*pattern, *axes, !stages.is_empty(), *src, *dst);
+            }
             &Instr::Zero { dst } => self.put(dst, Fact::Zero),
             &Instr::Copy { src, dst } => match self.types.stage.buffers[dst].content {
                 Content::Frame => self.copy_frame(src, dst),
@@ -304,6 +321,7 @@ impl<'a> Walk<'a> {
                 | Content::Frame
                 | Content::Scratch => self.add_flat(src, dst),
             },
+            Instr::Join { left, right, dst, .. } => self.join(left, right, dst),
             &Instr::Cast { src, dst } => self.cast(src, dst),
             &Instr::SumShares { src, dst } => self.sum_shares(src, dst),
             &Instr::SquareSum { src, dst, .. } => self.square_sum(src, dst),
@@ -360,7 +378,7 @@ impl<'a> Walk<'a> {
         self.note_read(buffer);
     }
 
-    fn check(&mut self, buffer: BufferId) {
+    pub(super) fn check(&mut self, buffer: BufferId) {
         let claim = self.claim(buffer);
         if let Some(found) = self.mismatch(buffer, |fact| fact == claim) {
             self.wrong(buffer, claim, found);
@@ -499,101 +517,4 @@ impl<'a> Walk<'a> {
             None => "the step's beginning".into(),
         }
     }
-
-    pub fn show(&self, fact: Fact) -> String {
-        let graph = self.types.graph;
-        match fact {
-            Fact::Garbage => "nothing known".into(),
-            Fact::Zero => "zeros".into(),
-            Fact::Value { value, micro_batch, base, .. } => {
-                let wanted = self.types.stage.buffers.iter().find(|(id, _)| self.claim(*id) == fact).map(|(_, b)| &b.content);
-                let sharding = match wanted {
-                    Some(Content::Value { sharding, .. }) => format!(" {:?}", sharding.dims),
-                    _ => String::new(),
-                };
-                format!("`{}`{sharding} of micro-batch {micro_batch} (beginning at byte {base})", graph.values[value].name)
-            }
-            Fact::State { bucket, role, version, flat } => {
-                let version = match version {
-                    Version::Old => "before",
-                    Version::New => "after",
-                };
-                format!("{} of {bucket} {version} the update (beginning at byte {})", role.name(), flat.base)
-            }
-            Fact::Grad { bucket, sum, flat } => {
-                format!("gradients of {bucket} (beginning at byte {}): {}", flat.base, self.show_sum(sum))
-            }
-            Fact::Scalar { scalar, sum } => format!("{}: {}", scalar.name(), self.show_sum(sum)),
-            Fact::Wire { bucket, sum, from, base } => {
-                let whose = if from.is_empty() { "this rank's".into() } else { format!("shares from {} of the", self.types.axes(from)) };
-                format!("on the wire {whose} gradients of {bucket} (beginning at byte {base}): {}", self.show_sum(sum))
-            }
-            Fact::Frame { micro_batch, base, .. } => format!("a frame of micro-batch {micro_batch} (beginning at byte {base})"),
-            Fact::Trust { bucket, pending } => {
-                format!("trust sums of {bucket}, {}", self.show_pending(Pending { axes: pending, stages: false }))
-            }
-        }
-    }
-
-    pub fn show_sum(&self, sum: u32) -> String {
-        let sum = self.sums.get(sum);
-        let term = |(term, spans): &(super::sums::Term, super::sums::Spans)| match term {
-            super::sums::Term::All => format!("all contributions of micro-batch {}", spans.show()),
-            super::sums::Term::Value(v) => format!("`{}` of micro-batch {}", self.types.graph.values[*v].name, spans.show()),
-            super::sums::Term::Bucket(b) => b.to_string(),
-        };
-        let terms = sum.terms.iter().map(term).collect::<Vec<_>>().join(" + ");
-        format!("{}, {}", if terms.is_empty() { "nothing".into() } else { terms }, self.show_pending(sum.pending))
-    }
-
-    pub fn show_pending(&self, pending: Pending) -> String {
-        match (pending.axes.is_empty(), pending.stages) {
-            (true, false) => "fully reduced".into(),
-            (false, false) => format!("still partial over {}", self.types.axes(pending.axes)),
-            (true, true) => "still partial over stages".into(),
-            (false, true) => format!("still partial over {} and stages", self.types.axes(pending.axes)),
-        }
-    }
-
-    /// Whether the state knows and orders at least what the shifted earlier one does. Bytes where it does not are forgotten, so that the next period
-    /// may show that the walk does not need them.
-    fn repeats(&mut self, before: &Snapshot, shift: u64) -> bool {
-        let mut points: Vec<(Point, Point)> = Vec::new();
-        let mut same = true;
-        for at in 0..self.cells.len() {
-            let (then, now) = (&before.cells[at], &self.cells[at]);
-            points.push(same_stream((then.written, now.written)));
-            for stream in 0..then.read.len() {
-                let point = |time| Point { stream: stream as u8, time };
-                points.push((point(then.read[stream]), point(now.read[stream])));
-            }
-            let grids = then.own == then.rest || then.grid == now.grid;
-            let keeps = |a: Fact, b: Fact| a == Fact::Garbage || self.is_shift(a, b, shift);
-            if !(grids && keeps(then.own, now.own) && keeps(then.rest, now.rest)) {
-                same = false;
-                let cell = &mut self.cells[at];
-                (cell.own, cell.rest, cell.grid) = (Fact::Garbage, Fact::Garbage, NO_GRID);
-            }
-        }
-        same && self.clocks.order_as_much_as(&before.clocks, &points)
-    }
-
-    fn is_shift(&self, then: Fact, now: Fact, shift: u64) -> bool {
-        let sums = |a: u32, b: u32| self.sums.get(b).is_shift_of(self.sums.get(a), shift);
-        match (then, now) {
-            (Fact::Value { value, sharding, micro_batch, base }, b) => b == Fact::Value { value, sharding, micro_batch: micro_batch + shift, base },
-            (Fact::Frame { number, micro_batch, base }, b) => b == Fact::Frame { number, micro_batch: micro_batch + shift, base },
-            (Fact::Grad { bucket, sum, flat }, Fact::Grad { bucket: b, sum: s, flat: f }) => (bucket, flat) == (b, f) && sums(sum, s),
-            (Fact::Wire { bucket, sum, from, base }, Fact::Wire { bucket: b, sum: s, from: f, base: at }) => {
-                (bucket, from, base) == (b, f, at) && sums(sum, s)
-            }
-            (Fact::Scalar { scalar: a, sum }, Fact::Scalar { scalar: b, sum: s }) => a == b && (a != Scalar::Loss && sum == s || sums(sum, s)),
-            (a, b) => a == b,
-        }
-    }
-}
-
-/// A point that moved to another stream counts as one that was not there before.
-fn same_stream((then, now): (Point, Point)) -> (Point, Point) {
-    if then.stream == now.stream { (then, now) } else { (Point { stream: now.stream, time: 0 }, now) }
 }

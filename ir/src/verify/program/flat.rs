@@ -6,10 +6,10 @@
 
 use super::Class;
 use super::content::{Fact, Version};
-use super::dataflow::Walk;
+use super::dataflow::{Share, Walk};
 use super::memory::NO_GRID;
-use super::sums::{Clash, Pending, Spans, Sum, Term};
-use crate::entity::{BucketId, BufferId, ParamId, ValueId};
+use super::sums::{Clash, Pending, Sum, Term};
+use crate::entity::{BucketId, BufferId, ValueId};
 use crate::mesh::AxisSet;
 use crate::program::{Content, Pattern, Role, Scalar, Write};
 
@@ -65,7 +65,7 @@ impl Walk<'_> {
         self.note_write(buffer);
         let sum = match (write, old) {
             (Write::Set, _) | (Write::Add, Fact::Zero) => Ok(new.clone()),
-            (Write::Add, Fact::Scalar { scalar: s, sum }) if s == scalar => {
+            (Write::Add, Fact::Scalar { scalar: s, sum, .. }) if s == scalar => {
                 self.sums.get(sum).plus(&new).map_err(|clash| (class, self.clash(&clash)))
             }
             (Write::Add, other) => Err((Class::Content, format!("adds to {}, but its bytes hold {}", scalar.name(), self.show(other)))),
@@ -74,17 +74,24 @@ impl Walk<'_> {
             self.fault(class, Some(buffer), message);
             new
         });
-        let sum = self.sums.id(sum);
-        self.put_unordered(buffer, Fact::Scalar { scalar, sum });
+        self.put_scalar(buffer, scalar, sum);
     }
 
-    /// The content of a scalar's bytes.
+    /// The content of the bytes of a scalar, or of a row of them, if it is one that lies there.
     fn scalar(&self, buffer: BufferId) -> Fact {
-        match &self.cells[self.range(buffer)] {
-            [cell] if cell.own == cell.rest => cell.own,
-            cells if cells.iter().all(|c| c.own == cells[0].own && c.rest == cells[0].own) => cells[0].own,
-            _ => Fact::Garbage,
-        }
+        let Some(first) = self.cells[self.range(buffer)].first().map(|cell| cell.own) else { return Fact::Garbage };
+        let (begins, is_of) = (self.flat(buffer).base, self.types.stage.buffers[buffer].dtype);
+        let lies_here = match first {
+            Fact::Scalar { base, dtype, .. } => (base, dtype) == (begins, is_of),
+            Fact::Trust { base, .. } => base == begins,
+            Fact::Garbage | Fact::Zero | Fact::Value { .. } | Fact::State { .. } | Fact::Grad { .. } | Fact::Wire { .. } | Fact::Frame { .. } => true,
+        };
+        if lies_here && self.mismatch(buffer, |fact| fact == first).is_none() { first } else { Fact::Garbage }
+    }
+
+    fn put_scalar(&mut self, buffer: BufferId, scalar: Scalar, sum: Sum) {
+        let (sum, base, dtype) = (self.sums.id(sum), self.flat(buffer).base, self.types.stage.buffers[buffer].dtype);
+        self.put_unordered(buffer, Fact::Scalar { scalar, sum, base, dtype });
     }
 
     pub fn reduce_scalar(&mut self, scalar: Scalar, axes: AxisSet, across: bool, src: BufferId, dst: BufferId) {
@@ -95,9 +102,9 @@ impl Walk<'_> {
         self.note_write(dst);
         let class = if scalar == Scalar::Loss { Class::Loss } else { Class::Norm };
         let sum = match old {
-            Fact::Scalar { scalar: s, sum } if s == scalar => self.sums.get(sum).clone(),
+            Fact::Scalar { scalar: s, sum, .. } if s == scalar => self.sums.get(sum).clone(),
             // A stage may have nothing of its own to count.
-            Fact::Zero if scalar == Scalar::NormSquared => Sum { terms: Vec::new(), pending: self.everyone() },
+            Fact::Zero if scalar == Scalar::NormSquared => Sum { pending: self.everyone(), ..Sum::default() },
             other => {
                 let message = format!("reduces {}, but its bytes hold {}", scalar.name(), self.show(other));
                 self.fault(Class::Content, Some(src), message);
@@ -108,8 +115,7 @@ impl Walk<'_> {
             self.fault(class, Some(src), message);
             sum
         });
-        let sum = self.sums.id(sum);
-        self.put_unordered(dst, Fact::Scalar { scalar, sum });
+        self.put_scalar(dst, scalar, sum);
     }
 
     pub fn square_sum(&mut self, src: BufferId, dst: BufferId) {
@@ -122,15 +128,16 @@ impl Walk<'_> {
 
     pub fn clip(&mut self, src: BufferId, dst: BufferId) {
         self.note_read(src);
-        match self.scalar(src) {
-            Fact::Scalar { scalar: Scalar::NormSquared, sum } if self.sums.get(sum).pending.is_done() => {}
+        let norm = match self.scalar(src) {
+            Fact::Scalar { scalar: Scalar::NormSquared, sum, .. } if self.sums.get(sum).pending.is_done() => self.sums.get(sum).clone(),
             other => {
                 let message = format!("expected the squared norm over all ranks, its bytes hold {}", self.show(other));
                 self.fault(Class::Norm, Some(src), message);
+                Sum::default()
             }
-        }
-        let sum = self.sums.id(Sum::default());
-        self.put(dst, Fact::Scalar { scalar: Scalar::ClipScale, sum });
+        };
+        self.note_write(dst);
+        self.put_scalar(dst, Scalar::ClipScale, norm);
     }
 
     /// What an optimizer step reads: a complete gradient, its factor, states from before the update.
@@ -140,12 +147,16 @@ impl Walk<'_> {
         self.expect_complete(grad);
         if let Some(scale) = scale {
             self.note_read(scale);
-            let found = self.scalar(scale);
-            if !matches!(found, Fact::Scalar { scalar: Scalar::ClipScale, .. }) {
-                let message = format!("expected the clip factor, its bytes hold {}", self.show(found));
-                self.fault(Class::Norm, Some(scale), message);
-            }
+            match self.scalar(scale) {
+                Fact::Scalar { scalar: Scalar::ClipScale, sum, .. } => self.end.norms.insert(self.sums.get(sum).norm()),
+                found => {
+                    let message = format!("expected the clip factor, its bytes hold {}", self.show(found));
+                    self.fault(Class::Norm, Some(scale), message);
+                    false
+                }
+            };
         }
+        self.note_rounded(grad);
         for &buffer in [state].iter().chain(moments) {
             let Content::Flat { bucket, role, .. } = self.types.stage.buffers[buffer].content else { continue };
             let old = self.state(buffer, bucket, role, Version::Old);
@@ -161,7 +172,8 @@ impl Walk<'_> {
         let Content::Flat { bucket, pieces, .. } = self.types.stage.buffers[state].content else { return };
         let split = self.types.stage.buckets[bucket].members.first().map_or(AxisSet::EMPTY, |m| m.sharding.used());
         let pending = split.union(pieces).and(self.everyone().axes);
-        self.put(dst, Fact::Trust { bucket, pending });
+        let base = self.flat(dst).base;
+        self.put(dst, Fact::Trust { bucket, pending, base });
     }
 
     /// Sums over exactly the axes that cut the parameters up: ranks that hold the same elements have the same sums.
@@ -173,7 +185,9 @@ impl Walk<'_> {
         self.note_write(dst);
         let real = axes.and(self.everyone().axes);
         let result = match found {
-            Fact::Trust { bucket: of, pending } if of == bucket && pending.includes(real) => Fact::Trust { bucket, pending: pending.minus(real) },
+            Fact::Trust { bucket: of, pending, .. } if of == bucket && pending.includes(real) => {
+                Fact::Trust { bucket, pending: pending.minus(real), base: self.flat(dst).base }
+            }
             other => {
                 let message = format!("trust sums of {bucket} are reduced over {}, its bytes hold {}", self.types.axes(axes), self.show(other));
                 self.fault(Class::Norm, Some(src), message);
@@ -188,7 +202,7 @@ impl Walk<'_> {
         let Content::Trust { bucket } = self.types.stage.buffers[sums].content else { return };
         self.note_read(sums);
         let found = self.scalar(sums);
-        if found != (Fact::Trust { bucket, pending: AxisSet::EMPTY }) {
+        if found != (Fact::Trust { bucket, pending: AxisSet::EMPTY, base: self.flat(sums).base }) {
             let message = format!("expected trust sums of {bucket}, fully reduced, its bytes hold {}", self.show(found));
             self.fault(Class::Norm, Some(sums), message);
         }
@@ -219,10 +233,15 @@ impl Walk<'_> {
         if !in_place || pattern == Pattern::AllReduce && from == to {
             let moved = match pattern {
                 Pattern::AllReduce => Ok(self.profile(src)),
-                Pattern::ReduceScatter | Pattern::AllGather | Pattern::AllToAll => self.collapse(src).map(|fact| vec![(u64::MAX, fact)]),
+                Pattern::ReduceScatter | Pattern::AllGather | Pattern::AllToAll | Pattern::Shift => {
+                    self.collapse(src).map(|fact| vec![(u64::MAX, fact)])
+                }
             };
             let moved = moved.and_then(|profile| match pattern {
-                Pattern::AllGather | Pattern::AllToAll => Ok(profile),
+                Pattern::AllGather | Pattern::AllToAll | Pattern::Shift => {
+                    profile.iter().try_for_each(|&(_, fact)| self.is_summed(fact, axes))?;
+                    Ok(profile)
+                }
                 Pattern::AllReduce | Pattern::ReduceScatter => {
                     profile.into_iter().map(|(end, fact)| Ok((end, self.reduced_fact(src, fact, axes, across)?))).collect()
                 }
@@ -242,18 +261,24 @@ impl Walk<'_> {
         for at in self.range(dst) {
             let (own, rest) = self.cells[at].seen(from);
             let result = match pattern {
-                Pattern::AllGather | Pattern::AllToAll => self.part_of(src, own).map(|()| (own, own, NO_GRID)),
-                Pattern::AllReduce | Pattern::ReduceScatter if own != rest => {
-                    Err((Class::Content, "its pieces differ: it is not one gradient".into()))
+                _ if own != rest => Err((Class::Content, "its pieces differ, or are cut otherwise".into())),
+                Pattern::AllGather | Pattern::AllToAll | Pattern::Shift => {
+                    self.part_of(src, own).and_then(|()| self.is_summed(own, axes)).map(|()| own)
                 }
-                Pattern::AllReduce | Pattern::ReduceScatter => self.reduced_fact(src, own, axes, across).map(|fact| (fact, Fact::Garbage, to)),
+                Pattern::AllReduce | Pattern::ReduceScatter => self.reduced_fact(src, own, axes, across),
             };
-            let (own, rest, grid) = result.unwrap_or_else(|why| {
+            let fact = result.unwrap_or_else(|why| {
                 fault.get_or_insert(why);
-                (Fact::Garbage, Fact::Garbage, NO_GRID)
+                Fact::Garbage
             });
             let cell = &mut self.cells[at];
-            (cell.own, cell.rest, cell.grid) = (own, rest, grid);
+            match pattern {
+                // Of what was gathered, the rest of a larger piece that this rank has is still unknown.
+                Pattern::AllGather | Pattern::AllToAll | Pattern::Shift => {
+                    (cell.own, cell.rest, cell.grid) = (fact, if to == NO_GRID { fact } else { Fact::Garbage }, to);
+                }
+                Pattern::AllReduce | Pattern::ReduceScatter => (cell.own, cell.rest, cell.grid) = (fact, Fact::Garbage, to),
+            }
         }
         if let Some((class, message)) = fault {
             self.fault(class, Some(src), message);
@@ -277,7 +302,13 @@ impl Walk<'_> {
     /// What `dst` would hold of `src`, where one of them may lie in place and the other by itself.
     fn moved(&mut self, src: BufferId, dst: BufferId) -> Result<Profile, (Class, String)> {
         let same_cut = (self.grid(src) == NO_GRID) == (self.grid(dst) == NO_GRID);
-        if same_cut { Ok(self.profile(src)) } else { self.collapse(src).map(|fact| vec![(u64::MAX, fact)]) }
+        if same_cut {
+            let profile = self.profile(src);
+            profile.iter().filter(|(_, fact)| *fact != Fact::Garbage).try_for_each(|&(_, fact)| self.part_of(src, fact))?;
+            Ok(profile)
+        } else {
+            self.collapse(src).map(|fact| vec![(u64::MAX, fact)])
+        }
     }
 
     /// dst ← dst + src, of equal pieces of one gradient.
@@ -336,15 +367,52 @@ impl Walk<'_> {
         }
     }
 
-    /// Records the state of loss and norm when the step is over.
+    /// Records what this stage brings to an operation across stages.
+    pub fn note_across(&mut self, axes: AxisSet, stages: &[u32], src: BufferId) {
+        let share = match self.types.stage.buffers[src].content {
+            Content::Scalar(scalar) => match self.scalar(src) {
+                Fact::Scalar { scalar: held, sum, .. } if held == scalar => {
+                    let sum = self.sums.get(sum);
+                    Ok(Share { axes: sum.pending.axes, rounded: sum.rounded, norm: (scalar == Scalar::NormSquared).then(|| sum.norm().0) })
+                }
+                _ => Ok(Share { axes: self.everyone().axes, rounded: false, norm: (scalar == Scalar::NormSquared).then(Vec::new) }),
+            },
+            Content::Flat { .. } | Content::Member { .. } => self.own_part(src),
+            Content::Value { .. } | Content::Trust { .. } | Content::Wire { .. } | Content::Frame | Content::Scratch => Ok(Share::default()),
+        };
+        match share {
+            Ok(share) => self.end.across.entry((axes, stages.to_vec())).or_default().push(share),
+            Err((class, message)) => self.fault(class, Some(src), format!("before it is reduced over stages: {message}")),
+        }
+    }
+
+    /// Records whether what updates parameters with homes on several stages was rounded.
+    fn note_rounded(&mut self, grad: BufferId) {
+        let Content::Flat { bucket, .. } = self.types.stage.buffers[grad].content else { return };
+        let bucket = &self.types.stage.buckets[bucket];
+        if bucket.tied.is_empty() {
+            return;
+        }
+        let is_rounded = |fact: Fact| matches!(fact, Fact::Grad { sum, .. } if self.sums.get(sum).rounded);
+        let rounded = self.mismatch(grad, |fact| !is_rounded(fact)).is_some();
+        for member in &bucket.members {
+            *self.end.rounded.entry(member.param).or_default() |= rounded;
+        }
+    }
+
+    /// Records the state of loss and norm when the step is over: of those that are reported, which must be there, and of all others that there are.
     pub fn scalars_at_end(&mut self) {
+        let reported = [Scalar::Loss, Scalar::NormSquared].map(|scalar| self.types.stage.accumulates(scalar));
         for (id, buffer) in self.types.stage.buffers.iter() {
             let Content::Scalar(scalar) = buffer.content else { continue };
             let fact = self.scalar(id);
-            let Fact::Scalar { scalar: held, sum } = fact else { continue };
-            let sum = self.sums.get(sum).clone();
+            let sum = match fact {
+                Fact::Scalar { scalar: held, sum, .. } if held == scalar => self.sums.get(sum).clone(),
+                _ if !reported.contains(&Some(id)) => continue,
+                _ => Sum { pending: self.everyone(), ..Sum::default() },
+            };
             match scalar {
-                Scalar::Loss if held == scalar => {
+                Scalar::Loss => {
                     let whole = |v: ValueId| sum.micro_batches(v).is_all_below(self.micro_batches) && sum.pending.is_done();
                     let whole = self.types.graph.loss.is_some_and(whole);
                     if !whole {
@@ -353,11 +421,10 @@ impl Walk<'_> {
                     }
                     self.end.loss = Some(whole);
                 }
-                Scalar::NormSquared if held == scalar => {
-                    let bucket = |(term, _): &(Term, Spans)| if let Term::Bucket(b) = term { Some(*b) } else { None };
-                    self.end.norm = Some((sum.terms.iter().filter_map(bucket).collect(), sum.pending.is_done()));
+                Scalar::NormSquared => {
+                    self.end.norms.insert(sum.norm());
                 }
-                Scalar::Loss | Scalar::NormSquared | Scalar::ClipScale => {}
+                Scalar::ClipScale => {}
             }
         }
     }
@@ -388,12 +455,22 @@ impl Walk<'_> {
         Err((sum, format!("is reduced {over}, but it is {}", self.show_pending(was))))
     }
 
+    /// Gradients that wait for a sum over axes are not gathered over them: what all ranks then have is no sum.
+    fn is_summed(&self, fact: Fact, axes: AxisSet) -> Result<(), (Class, String)> {
+        let Fact::Grad { sum, .. } = fact else { return Ok(()) };
+        let pending = self.sums.get(sum).pending;
+        if pending.axes.intersects(axes) {
+            return Err((Class::Gradient, format!("is gathered over {}, but it is {}", self.types.axes(axes), self.show_pending(pending))));
+        }
+        Ok(())
+    }
+
     fn reduced_fact(&mut self, src: BufferId, fact: Fact, axes: AxisSet, across: bool) -> Result<Fact, (Class, String)> {
         let (Content::Flat { bucket, .. } | Content::Member { bucket, .. }) = self.types.stage.buffers[src].content else { return Ok(fact) };
         self.part_of(src, fact)?;
         let sum = match fact {
             Fact::Grad { sum, .. } => self.sums.get(sum).clone(),
-            Fact::Zero => Sum { terms: Vec::new(), pending: self.pending(bucket) },
+            Fact::Zero => Sum { pending: self.pending(bucket), ..Sum::default() },
             other => return Err((Class::Content, format!("expected gradients of {bucket}, its bytes hold {}", self.show(other)))),
         };
         let sum = self.reduced(sum, axes, across).map_err(|(_, message)| (Class::Gradient, message))?;
@@ -401,7 +478,7 @@ impl Walk<'_> {
     }
 
     /// Whether a content is a part of the flat buffer it was read from.
-    fn part_of(&self, buffer: BufferId, fact: Fact) -> Result<(), (Class, String)> {
+    pub fn part_of(&self, buffer: BufferId, fact: Fact) -> Result<(), (Class, String)> {
         let (Content::Flat { bucket, role, .. } | Content::Member { bucket, role, .. }) = self.types.stage.buffers[buffer].content else {
             return Ok(());
         };
@@ -439,125 +516,6 @@ impl Walk<'_> {
                 }
             };
             self.cells[at].set(grid, fact);
-        }
-    }
-
-    /// The one content of a flat buffer, when its bytes are to be cut otherwise than its members are.
-    pub fn collapse(&mut self, buffer: BufferId) -> Result<Fact, (Class, String)> {
-        let grid = self.grid(buffer);
-        let mut found: Option<Fact> = None;
-        for at in self.range(buffer) {
-            let (own, rest) = self.cells[at].seen(grid);
-            for fact in [own, rest] {
-                self.part_of(buffer, fact)?;
-                let Some(fact) = self.generalised(buffer, at, fact)? else { continue };
-                match found {
-                    Some(one) if one != fact => {
-                        return Err((Class::Content, format!("its members differ: {} and {}", self.show(one), self.show(fact))));
-                    }
-                    _ => found = Some(fact),
-                }
-            }
-        }
-        Ok(found.unwrap_or(Fact::Zero))
-    }
-
-    /// A gradient's content said without naming the member; `None` where any statement is true (padding, and members without contributions).
-    fn generalised(&mut self, buffer: BufferId, at: usize, fact: Fact) -> Result<Option<Fact>, (Class, String)> {
-        let Fact::Grad { bucket, sum, flat } = fact else {
-            let nothing = fact == Fact::Zero && self.expected(buffer, at).is_empty();
-            return Ok(if nothing { None } else { Some(fact) });
-        };
-        let sum = self.sums.get(sum).clone();
-        let values = self.expected(buffer, at);
-        let terms = match values.first() {
-            _ if sum.of(Term::All).is_some() && sum.terms.len() == 1 => sum.terms,
-            None if sum.terms.is_empty() => return Ok(None),
-            // The bytes of a bucket of one member are that member's, however they are cut: its contributions may come one by one (a shared parameter).
-            _ if self.types.stage.buckets[bucket].members.len() == 1 => sum.terms,
-            None => return Err((Class::Gradient, "holds a contribution that is not its parameter's".into())),
-            Some(&first) => {
-                let spans = sum.micro_batches(first);
-                if let Some(&other) = values.iter().find(|&&v| sum.micro_batches(v) != spans) {
-                    let name = |v: ValueId| self.types.graph.values[v].name.clone();
-                    let message = format!(
-                        "`{}` of micro-batch {} is in it, `{}` of micro-batch {}",
-                        name(first),
-                        spans.show(),
-                        name(other),
-                        sum.micro_batches(other).show()
-                    );
-                    return Err((Class::Gradient, message));
-                }
-                if spans == Spans::default() { Vec::new() } else { vec![(Term::All, spans)] }
-            }
-        };
-        let sum = self.sums.id(Sum { terms, pending: sum.pending });
-        Ok(Some(Fact::Grad { bucket, sum, flat }))
-    }
-
-    /// The member whose bytes a cell of a flat buffer is; none for padding, and for a separate piece, whose bytes are no member's in particular.
-    fn member_at(&self, buffer: BufferId, at: usize) -> Option<ParamId> {
-        let row = &self.types.stage.buffers[buffer];
-        let bucket = match row.content {
-            Content::Flat { bucket, .. } => bucket,
-            Content::Member { param, .. } => return Some(param),
-            Content::Value { .. } | Content::Scalar(_) | Content::Trust { .. } | Content::Wire { .. } | Content::Frame | Content::Scratch => {
-                return None;
-            }
-        };
-        let elem = (self.layout.starts[at] - self.flat(buffer).base) / row.dtype.size();
-        let members = &self.types.stage.buckets[bucket].members;
-        members.iter().find(|m| (m.offset..m.offset + m.elems).contains(&elem)).map(|m| m.param)
-    }
-
-    /// The contributions that belong into a cell of a gradient buffer.
-    fn expected(&self, buffer: BufferId, at: usize) -> Vec<ValueId> {
-        let of = |param: ParamId| self.contributions.get(&param).into_iter().flatten().copied();
-        let separate = !self.flat(buffer).pieces.is_empty();
-        match self.types.stage.buffers[buffer].content {
-            Content::Flat { bucket, .. } if separate => self.types.stage.buckets[bucket].members.iter().flat_map(|m| of(m.param)).collect(),
-            _ => self.member_at(buffer, at).map(of).into_iter().flatten().collect(),
-        }
-    }
-
-    /// Reports a gradient that is not complete: each contribution once for each micro-batch, and reduced.
-    fn expect_complete(&mut self, buffer: BufferId) {
-        let grid = self.grid(buffer);
-        for at in self.range(buffer) {
-            let (own, rest) = self.cells[at].seen(grid);
-            for fact in [own, rest] {
-                if let Err((class, message)) = self.complete(buffer, at, fact) {
-                    return self.fault(class, Some(buffer), message);
-                }
-            }
-        }
-    }
-
-    fn complete(&self, buffer: BufferId, at: usize, fact: Fact) -> Result<(), (Class, String)> {
-        self.part_of(buffer, fact)?;
-        let (Content::Flat { bucket, .. } | Content::Member { bucket, .. }) = self.types.stage.buffers[buffer].content else { return Ok(()) };
-        let values = self.expected(buffer, at);
-        let padding = self.member_at(buffer, at).is_none() && self.flat(buffer).pieces.is_empty();
-        let sum = match fact {
-            Fact::Grad { sum, .. } => self.sums.get(sum).clone(),
-            // Zeros are complete where nothing is ever added, here or on other homes.
-            _ if padding || self.types.stage.buckets[bucket].tied.is_empty() => Sum::default(),
-            _ => Sum { terms: Vec::new(), pending: self.pending(bucket) },
-        };
-        if !sum.pending.is_done() {
-            let why = self.show_pending(sum.pending);
-            return Err((Class::Gradient, format!("the gradient is used, but it is {why}")));
-        }
-        match values.iter().find(|&&v| !sum.micro_batches(v).is_all_below(self.micro_batches)) {
-            None => Ok(()),
-            Some(&value) => {
-                let name = &self.types.graph.values[value].name;
-                let have = sum.micro_batches(value).show();
-                let have = if have.is_empty() { "none".into() } else { have };
-                let last = self.micro_batches - 1;
-                Err((Class::Gradient, format!("the gradient is used, but of micro-batches 0–{last} of `{name}` it has {have}")))
-            }
         }
     }
 

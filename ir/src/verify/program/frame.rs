@@ -52,8 +52,10 @@ impl Walk<'_> {
     /// The values of the frame at `from`, in the bytes from `to` on; nothing known if there is none.
     fn unpack(&mut self, held: &Profile, from: u64, dst: BufferId, to: u64) {
         let (range, grid) = (self.range(dst), self.grid(dst));
-        let frame = match held[..] {
-            [(_, Fact::Frame { number, micro_batch, base })] if base == from => Some((&self.frames.0[number as usize], micro_batch)),
+        let frame = match held.first() {
+            Some(&(_, fact @ Fact::Frame { number, micro_batch, base })) if base == from && held.iter().all(|h| h.1 == fact) => {
+                Some((&self.frames.0[number as usize], micro_batch))
+            }
             _ => None,
         };
         for at in range {

@@ -52,6 +52,7 @@ impl Communicator {
             | Instr::Zero { .. }
             | Instr::Copy { .. }
             | Instr::AddInto { .. }
+            | Instr::Join { .. }
             | Instr::Cast { .. }
             | Instr::SumShares { .. }
             | Instr::SquareSum { .. }

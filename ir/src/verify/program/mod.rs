@@ -15,7 +15,8 @@
 //! 4. [`progress`]: streams of all stages, run with rendezvous, reach their ends; otherwise the cycle of who waits for whom is shown;
 //! 5. [`dataflow`]: an abstract interpretation of each stage's step that follows the content of every byte range ([`content`]) and, in the same
 //!    walk, the vector clocks that must order every two accesses of which one writes ([`clock`]). Gradients are multisets of (contribution, micro-batch)
-//!    with the axes still to be summed over, so a missing, doubled or wrong reduction is a wrong content;
+//!    with the axes still to be summed over, so a missing, doubled or wrong reduction is a wrong content; what goes round, and what is made of one block after another, claims
+//!    whose block it is and which pairs of blocks are in it ([`ring`]);
 //! 6. [`totals`]: what the stages together must have done: every contribution accumulated somewhere, the norm counting every parameter once, one loss.
 //!
 //! **Steps.** The walk starts from: every home ([`crate::program::StageProgram::home`]) but the gradients' holds the parameters and states of the last step, all else
@@ -27,14 +28,18 @@
 //! Accesses are ordered by the rank's own streams and events alone. An order that exists only through another rank (a message there and back) is not used.
 
 mod clock;
+mod complete;
 mod content;
 mod dataflow;
 mod flat;
 mod frame;
 mod matching;
 mod memory;
+mod period;
 mod progress;
+mod ring;
 mod schedule;
+mod show;
 mod structure;
 mod sums;
 #[cfg(test)]

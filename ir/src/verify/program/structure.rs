@@ -3,12 +3,16 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{Class, Place, Report};
-use crate::entity::{BucketId, BufferId, Id, ParamId, SegmentId};
+use crate::bucket::{Bucket, Member};
+use crate::entity::{BucketId, BufferId, DimId, Id, ParamId, SegmentId};
 use crate::graph::{Def, Graph, Type};
 use crate::mesh::{AxisSet, MAX_AXES};
-use crate::program::{Buffer, Content, Instr, Program, Role, SegmentKind, Space, StageProgram};
+use crate::program::{Buffer, Content, Instr, Program, Role, Scalar, SegmentKind, Space, StageProgram};
 use crate::rule::{Split, rule};
 use crate::sharding::{LocalType, Sharding};
+
+/// Elements of a value or a bucket: few enough that no count of bytes overflows.
+const MOST_ELEMENTS: u64 = 1 << 56;
 
 /// Events of a stage: many more than a program has use for, few enough to keep a clock for each.
 const MAX_EVENTS: u32 = 1 << 20;
@@ -36,11 +40,23 @@ pub(super) fn local(program: &Program, ty: &Type, sharding: &Sharding) -> Result
     if sharding.dims.len() != ty.dims.len() {
         return Err(format!("the sharding has {} dims, the value has {}", sharding.dims.len(), ty.dims.len()));
     }
+    let elements = ty.dims.iter().try_fold(1u64, |n, &dim| n.checked_mul(program.padded.size(dim)));
+    if elements.is_none_or(|n| n > MOST_ELEMENTS) {
+        return Err(format!("more than {MOST_ELEMENTS} elements"));
+    }
     if !program.mesh.all().includes(sharding.used()) {
         return Err("the sharding uses an axis that the mesh does not have".into());
     }
     if !sharding.is_valid() {
         return Err("the sharding uses an axis twice".into());
+    }
+    if let Some(ring) = sharding.ring {
+        if !program.mesh.all().includes(ring.axes) || ring.ranks != program.mesh.size(ring.axes) || !ring.is_valid() {
+            return Err(format!("turn {} of a ring of {} is none along {:?}", ring.turn, ring.ranks, ring.axes));
+        }
+        if !sharding.sharded().includes(ring.axes) {
+            return Err("goes round along axes that do not cut it into blocks".into());
+        }
     }
     for (at, (&dim, &axes)) in ty.dims.iter().zip(&sharding.dims).enumerate() {
         let (size, ways) = (program.padded.size(dim), program.mesh.size(axes));
@@ -57,6 +73,9 @@ fn whole_program(graph: &Graph, program: &Program, report: &mut Report) {
     if program.mesh.axes.len() > MAX_AXES || ranks.is_none() {
         fault(format!("the mesh must have 1 to {MAX_AXES} axes of positive size and at most 2^32 ranks"));
     }
+    if !program.mesh.is_nested() {
+        fault("the mesh must nest every axis once".into());
+    }
     if program.stages.is_empty() || program.micro_batches == 0 {
         fault("a program has at least one stage and one micro-batch".into());
     }
@@ -69,8 +88,10 @@ fn whole_program(graph: &Graph, program: &Program, report: &mut Report) {
     if program.padded.0.len() != graph.dims.len() {
         return fault(format!("padded sizes of {} dims, the graph has {}", program.padded.0.len(), graph.dims.len()));
     }
-    if let Some((id, dim)) = graph.dims.iter().find(|&(id, dim)| program.padded.size(id) < dim.size || dim.size == 0) {
-        return fault(format!("dim {id} `{}` of size {} is padded to {}", dim.name, dim.size, program.padded.size(id)));
+    let is_padded = |id: DimId, size: u64| (size.max(1)..=MOST_ELEMENTS).contains(&program.padded.size(id));
+    if let Some((id, dim)) = graph.dims.iter().find(|&(id, dim)| dim.size == 0 || !is_padded(id, dim.size)) {
+        let at_most = format!("expected its size or more, up to {MOST_ELEMENTS}");
+        return fault(format!("dim {id} `{}` of size {} is padded to {}: {at_most}", dim.name, dim.size, program.padded.size(id)));
     }
     if graph.dims.ids().all(|d| program.padded.size(d) == graph.size(d)) {
         return;
@@ -156,6 +177,9 @@ impl Checker<'_> {
             if !self.program.mesh.all().includes(bucket.partial) {
                 fault("partial over an axis that the mesh does not have".into());
             }
+            if bucket.elems > MOST_ELEMENTS {
+                fault(format!("{} elements, at most {MOST_ELEMENTS} are allowed", bucket.elems));
+            }
             let sorted = bucket.tied.windows(2).all(|w| w[0] < w[1]);
             let homes = bucket.tied.is_empty() || bucket.tied.len() > 1 && bucket.tied.contains(&(self.index as u32));
             if !sorted || !homes || bucket.tied.iter().any(|&s| s as usize >= self.program.stages.len()) {
@@ -220,7 +244,7 @@ impl Checker<'_> {
                 expect(ty.bytes(), ty.dtype)?;
             }
             &Content::Flat { bucket: id, role, pieces } => {
-                let bucket = self.stage.buckets.get(id).ok_or_else(|| format!("{id} is not a bucket of this stage"))?;
+                let bucket = self.bucket(id)?;
                 if !mesh.all().includes(pieces) || bucket.members.iter().any(|m| m.sharding.used().intersects(pieces)) {
                     return Err(format!("pieces over {pieces:?}: expected axes of the mesh over which every member is replicated"));
                 }
@@ -230,7 +254,7 @@ impl Checker<'_> {
                 expect(bucket.elems / mesh.size(pieces) * size, self.role_dtype(id, role))?;
             }
             &Content::Member { bucket: id, role, param } => {
-                let bucket = self.stage.buckets.get(id).ok_or_else(|| format!("{id} is not a bucket of this stage"))?;
+                let bucket = self.bucket(id)?;
                 let member = bucket.members.iter().find(|m| m.param == param).ok_or_else(|| format!("{param} is not in {id}"))?;
                 expect(member.elems * size, self.role_dtype(id, role))?;
                 if buffer.offset < member.offset * size {
@@ -245,21 +269,22 @@ impl Checker<'_> {
                 }
             }
             &Content::Trust { bucket: id } => {
-                let bucket = self.stage.buckets.get(id).ok_or_else(|| format!("{id} is not a bucket of this stage"))?;
+                let bucket = self.bucket(id)?;
                 if bucket.members.is_empty() {
                     return Err(format!("{id} has no members"));
                 }
                 expect(2 * bucket.members.len() as u64 * size, self.role_dtype(id, Role::Master))?;
             }
             &Content::Wire { bucket: id, from } => {
-                let bucket = self.stage.buckets.get(id).ok_or_else(|| format!("{id} is not a bucket of this stage"))?;
+                let bucket = self.bucket(id)?;
                 if !mesh.all().includes(from) || bucket.members.iter().any(|m| m.sharding.used().intersects(from)) {
                     return Err(format!("shares from {from:?}: expected axes of the mesh over which every member is replicated"));
                 }
                 if bucket.elems % mesh.size(from) != 0 {
                     return Err(format!("{} elements do not cut into {} shares", bucket.elems, mesh.size(from)));
                 }
-                expect(bucket.elems * size, crate::dtype::DType::Bf16)?;
+                let full = self.role_dtype(id, Role::Grad);
+                expect(bucket.elems * size, if buffer.dtype == full { full } else { crate::dtype::DType::Bf16 })?;
             }
             Content::Frame | Content::Scratch => {}
         }
@@ -274,6 +299,11 @@ impl Checker<'_> {
         if buffer.slots == 0 {
             return Err("no slots".into());
         }
+        // What is there for a whole step is not another for each micro-batch.
+        let of_micro_batches = matches!(buffer.content, Content::Value { .. } | Content::Frame | Content::Scratch);
+        if buffer.slots > 1 && !of_micro_batches {
+            return Err(format!("{} slots, expected one: it is of no micro-batch", buffer.slots));
+        }
         let footprint = buffer.bytes.checked_mul(mesh.size(buffer.piece_axes)).ok_or("too large")?;
         if buffer.slots > 1 && buffer.slot_stride < footprint {
             return Err(format!("slots of {footprint} bytes are only {} apart", buffer.slot_stride));
@@ -285,6 +315,16 @@ impl Checker<'_> {
             Some(end) if end <= self.stage.end() => Err("lies in two memories".into()),
             _ => Err(format!("ends behind the arena of {} bytes", self.stage.end())),
         }
+    }
+
+    /// A bucket whose bytes can be counted.
+    fn bucket(&self, id: BucketId) -> Result<&Bucket, String> {
+        let bucket = self.stage.buckets.get(id).ok_or_else(|| format!("{id} is not a bucket of this stage"))?;
+        let is_inside = |m: &Member| m.offset.checked_add(m.elems).is_some_and(|end| end <= bucket.elems);
+        if bucket.elems > MOST_ELEMENTS || !bucket.members.iter().all(is_inside) {
+            return Err(format!("{id} has members behind its end, or too many elements"));
+        }
+        Ok(bucket)
     }
 
     fn role_dtype(&self, bucket: BucketId, role: Role) -> crate::dtype::DType {
@@ -354,6 +394,14 @@ impl Checker<'_> {
                 if !across.is_empty() && (!sorted || across.len() < 2 || !across.contains(&(self.index as u32))) {
                     return err(format!("across stages {across:?}: expected this stage and others, in order"));
                 }
+                if !across.is_empty() {
+                    self.across(across, *dst).or_else(err)?;
+                }
+            }
+            Instr::Join { left, right, dst, .. } => {
+                if left.is_empty() || (left.len(), left.len()) != (right.len(), dst.len()) {
+                    return err(format!("{} parts with {} make {}: expected as many of each", left.len(), right.len(), dst.len()));
+                }
             }
             Instr::Send { to: other, .. } | Instr::Recv { from: other, .. } => {
                 if *other >= stages || *other as usize == self.index {
@@ -384,6 +432,25 @@ impl Checker<'_> {
             | Instr::Update { .. } => {}
         }
         Ok(())
+    }
+
+    /// Across stages go gradients of parameters with homes on exactly them, and the norm of all.
+    fn across(&self, stages: &[u32], dst: BufferId) -> Result<(), String> {
+        let expected = match self.stage.buffers[dst].content {
+            Content::Flat { bucket, role: Role::Grad, .. } | Content::Member { bucket, role: Role::Grad, .. } => {
+                self.stage.buckets.get(bucket).map(|b| b.tied.clone()).unwrap_or_default()
+            }
+            Content::Scalar(Scalar::NormSquared) => (0..self.program.stages.len() as u32).collect(),
+            Content::Value { .. }
+            | Content::Flat { .. }
+            | Content::Member { .. }
+            | Content::Scalar(_)
+            | Content::Trust { .. }
+            | Content::Wire { .. }
+            | Content::Frame
+            | Content::Scratch => return Err("only gradients of tied parameters and the norm are reduced across stages".into()),
+        };
+        if stages == expected { Ok(()) } else { Err(format!("across stages {stages:?}, expected {expected:?}")) }
     }
 
     /// Every micro-batch has a forward and a backward call, as many as every other; no segment is called twice for one micro-batch. That the passes of all virtual

@@ -40,6 +40,11 @@ impl Spans {
         let later = Spans(before.0.iter().map(|&(from, to)| (from + by, to + by)).collect());
         *self == later || Spans(vec![(0, by)]).union(&later).is_ok_and(|all| all == *self)
     }
+    /// This after `more` further micro-batches, of which every `by` took `before` to it: each later, or all of them added.
+    fn advanced(&self, before: &Spans, by: u64, more: u64) -> Spans {
+        let later = |spans: &Spans, by: u64| Spans(spans.0.iter().map(|&(from, to)| (from + by, to + by)).collect());
+        if *self == later(before, by) { later(self, more) } else { Spans(vec![(0, more)]).union(&later(self, more)).unwrap_or_default() }
+    }
     pub fn show(&self) -> String {
         let range = |&(from, to): &(u64, u64)| if from + 1 == to { format!("{from}") } else { format!("{from}–{}", to - 1) };
         self.0.iter().map(range).collect::<Vec<_>>().join(", ")
@@ -73,11 +78,18 @@ pub(super) struct Sum {
     /// Sorted by term.
     pub terms: Vec<(Term, Spans)>,
     pub pending: Pending,
+    /// Whether any of it was on the wire in a shorter type.
+    pub rounded: bool,
 }
 
 impl Sum {
+    /// The buckets that a norm counts, and whether that is reduced over all ranks.
+    pub fn norm(&self) -> (Vec<BucketId>, bool) {
+        let bucket = |(term, _): &(Term, Spans)| if let Term::Bucket(b) = term { Some(*b) } else { None };
+        (self.terms.iter().filter_map(bucket).collect(), self.pending.is_done())
+    }
     pub fn one(term: Term, micro_batch: u64, pending: Pending) -> Sum {
-        Sum { terms: vec![(term, Spans::one(micro_batch))], pending }
+        Sum { terms: vec![(term, Spans::one(micro_batch))], pending, rounded: false }
     }
     pub fn of(&self, term: Term) -> Option<&Spans> {
         self.terms.binary_search_by_key(&term, |(t, _)| *t).ok().map(|at| &self.terms[at].1)
@@ -93,7 +105,7 @@ impl Sum {
         if self.pending != other.pending {
             return Err(Clash::Pending(self.pending, other.pending));
         }
-        let mut sum = self.clone();
+        let mut sum = Sum { rounded: self.rounded || other.rounded, ..self.clone() };
         for (term, spans) in &other.terms {
             let clash = |at| Clash::Twice(*term, at);
             for (mine, have) in &self.terms {
@@ -109,9 +121,16 @@ impl Sum {
         Ok(sum)
     }
     pub fn is_shift_of(&self, before: &Sum, by: u64) -> bool {
-        self.pending == before.pending
+        (self.pending, self.rounded) == (before.pending, before.rounded)
             && self.terms.len() == before.terms.len()
             && self.terms.iter().zip(&before.terms).all(|((a, now), (b, then))| a == b && now.is_shift_of(then, by))
+    }
+}
+
+impl Sum {
+    fn advanced(&self, before: &Sum, by: u64, more: u64) -> Sum {
+        let terms = self.terms.iter().zip(&before.terms).map(|((term, now), (_, then))| (*term, now.advanced(then, by, more)));
+        Sum { terms: terms.collect(), ..self.clone() }
     }
 }
 
@@ -138,6 +157,11 @@ impl Sums {
         self.table.push(sum.clone());
         self.ids.insert(sum, id);
         id
+    }
+    /// What a sum that is a shift of another becomes ([`super::period`]).
+    pub fn advanced(&mut self, before: u32, now: u32, by: u64, more: u64) -> u32 {
+        let sum = self.get(now).advanced(self.get(before), by, more);
+        self.id(sum)
     }
     pub fn get(&self, id: u32) -> &Sum {
         &self.table[id as usize]

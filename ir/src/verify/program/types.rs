@@ -4,6 +4,7 @@
 //! sharded and partial exactly as [`crate::rule::Rule::place`] says. A result that is accumulated claims its sharding through its buffer: a member's gradient
 //! has the member's sharding and is partial over the bucket's axes.
 
+use super::ring::in_turn;
 use super::structure::local;
 use super::{Class, Place, Report};
 use crate::cost::workspace_bytes;
@@ -37,7 +38,7 @@ pub(super) struct Fault {
     message: String,
 }
 
-fn fault<T>(buffer: impl Into<Option<BufferId>>, message: impl Into<String>) -> Result<T, Fault> {
+pub(super) fn fault<T>(buffer: impl Into<Option<BufferId>>, message: impl Into<String>) -> Result<T, Fault> {
     Err(Fault { buffer: buffer.into(), message: message.into() })
 }
 
@@ -52,7 +53,7 @@ impl Types<'_> {
         match instr {
             Instr::Run { node, ins, outs, scratch, write } => self.run(*node, ins, outs, *scratch, *write),
             Instr::Input { dst } => match self.content(*dst) {
-                Content::Value { sharding, .. } if sharding.partial.is_empty() => Ok(()),
+                Content::Value { sharding, .. } if sharding.partial.is_empty() && sharding.ring.is_none() => Ok(()),
                 _ => fault(*dst, "an input is loaded whole, not partial"),
             },
             &Instr::Slice { src, dst, axes, dim } => self.step(src, dst, Step::Slice { axes, dim }),
@@ -61,15 +62,25 @@ impl Types<'_> {
                     return fault(*src, "gradients on the wire are exchanged on one stage, along their one dim");
                 }
                 match (self.content(*src), self.content(*dst)) {
-                    (Content::Wire { bucket, from: AxisSet::EMPTY }, Content::Wire { bucket: b, from }) if (bucket, axes) == (b, from) => Ok(()),
-                    _ => fault(*dst, "expected this rank's gradients on the wire, and of the same bucket the shares of the members"),
+                    (
+                        Content::Wire { bucket, from: AxisSet::EMPTY } | Content::Flat { bucket, role: Role::Grad, pieces: AxisSet::EMPTY },
+                        Content::Wire { bucket: b, from },
+                    ) if (bucket, axes) == (b, from) && self.buffer(*src).dtype == self.buffer(*dst).dtype => Ok(()),
+                    _ => fault(*dst, "expected this rank's gradients, and of the same bucket and type the shares of the members"),
                 }
             }
+            Instr::Collective { pattern: Pattern::Shift, axes, stages, dim, src, dst, .. } => {
+                if !stages.is_empty() || *dim != 0 {
+                    return fault(*src, "blocks go round on one stage, whole");
+                }
+                self.shift(*axes, *src, *dst)
+            }
+            Instr::Join { monoid, left, right, dst } => self.join(*monoid, left, right, dst),
             Instr::Collective { pattern, axes, stages, dim, monoid, src, dst } => {
                 let step = match pattern {
                     Pattern::AllReduce => Step::AllReduce { axes: *axes, monoid: *monoid },
                     Pattern::ReduceScatter => Step::ReduceScatter { axes: *axes, dim: *dim, monoid: *monoid },
-                    Pattern::AllGather | Pattern::AllToAll => Step::AllGather { axes: *axes, dim: *dim },
+                    Pattern::AllGather | Pattern::AllToAll | Pattern::Shift => Step::AllGather { axes: *axes, dim: *dim },
                 };
                 if !stages.is_empty() && (*pattern != Pattern::AllReduce || matches!(self.content(*src), Content::Value { .. })) {
                     return fault(*src, "across stages only gradients and scalars are reduced");
@@ -104,11 +115,11 @@ impl Types<'_> {
             &Instr::AddInto { src, dst } => self.add_into(src, dst),
             &Instr::Cast { src, dst } => match (self.content(src), self.content(dst)) {
                 (Content::Flat { bucket, role: Role::Grad, pieces: AxisSet::EMPTY }, Content::Wire { bucket: b, from: AxisSet::EMPTY })
-                    if bucket == b =>
+                    if bucket == b && self.buffer(dst).dtype == DType::Bf16 =>
                 {
                     Ok(())
                 }
-                _ => fault(dst, "expected all gradients of a bucket, and their place on the wire"),
+                _ => fault(dst, "expected all gradients of a bucket, and their place on the wire, in bf16"),
             },
             &Instr::SumShares { src, dst } => match (self.content(src), self.content(dst)) {
                 (Content::Wire { bucket, from }, Content::Flat { bucket: b, role: Role::Grad, pieces })
@@ -134,10 +145,10 @@ impl Types<'_> {
         }
     }
 
-    fn buffer(&self, id: BufferId) -> &Buffer {
+    pub(super) fn buffer(&self, id: BufferId) -> &Buffer {
         &self.stage.buffers[id]
     }
-    fn content(&self, id: BufferId) -> &Content {
+    pub(super) fn content(&self, id: BufferId) -> &Content {
         &self.stage.buffers[id].content
     }
 
@@ -197,15 +208,17 @@ impl Types<'_> {
     pub fn results(&self, node: &Node, ins: &[BufferId], outs: &[BufferId]) -> Result<Vec<Sharding>, Fault> {
         let ranks = |values: &[ValueId]| values.iter().map(|&v| self.graph.values[v].ty.dims.len()).collect::<Vec<_>>();
         let rule = rule(&node.op, &ranks(&node.inputs), &ranks(&node.outputs));
-        let mut operands = Vec::new();
+        let mut operands: Vec<Sharding> = Vec::new();
         for (&buffer, &value) in ins.iter().zip(&node.inputs) {
             match self.value(buffer) {
                 Some((v, sharding)) if v == value => operands.push(sharding),
                 _ => return fault(buffer, format!("expected an operand that holds `{}`", self.graph.values[value].name)),
             }
         }
+        let turn = self.turn(&rule, ins, &operands)?;
         if let Some(first) = operands.iter().find(|s| !s.partial.is_empty()) {
             return match rule.linear {
+                Linear::Yes if first.monoid != Monoid::Sum => fault(None, "only operands that wait for a sum are added before it"),
                 Linear::Yes if operands.iter().all(|s| s == first) => Ok(vec![first.clone(); outs.len()]),
                 Linear::Yes => fault(None, "operands that wait for a reduction are added only where all have the same sharding"),
                 Linear::No => {
@@ -232,6 +245,11 @@ impl Types<'_> {
         }
         let mut assignment = Assignment::default();
         for (label, axes) in axes_of {
+            if turn.is_some() && rule.blockwise.is_some_and(|of| of.keys == label) {
+                // By the axes of the queries, which come before.
+                assignment.assign(label, axes);
+                continue;
+            }
             if assignment.used().intersects(axes) {
                 return fault(None, format!("factor `{label}` is split by an axis of {} that splits another factor too", self.axes(axes)));
             }
@@ -240,7 +258,7 @@ impl Types<'_> {
             }
             assignment.assign(label, axes);
         }
-        Ok(rule.place(&assignment).outs)
+        Ok(in_turn(&rule, rule.place(&assignment).outs, turn))
     }
 
     /// The sharding a result buffer claims, where it claims one.
@@ -442,14 +460,16 @@ impl Types<'_> {
         if names.is_empty() { "no axis".into() } else { names.join("+") }
     }
 
-    fn show(&self, sharding: &Sharding) -> String {
+    pub(super) fn show(&self, sharding: &Sharding) -> String {
         let dims: Vec<String> = sharding.dims.iter().map(|&d| if d.is_empty() { "_".into() } else { self.axes(d) }).collect();
         let partial = if sharding.partial.is_empty() {
             String::new()
         } else {
             format!(" partial {} over {}", sharding.monoid.name(), self.axes(sharding.partial))
         };
-        format!("[{}]{partial}", dims.join(","))
+        let ring =
+            sharding.ring.map_or_else(String::new, |r| format!(" in turn {} over differences {:?}", r.turn, r.differences().collect::<Vec<_>>()));
+        format!("[{}]{partial}{ring}", dims.join(","))
     }
 }
 

@@ -1,4 +1,4 @@
-//! Gradients on the wire: rounded, exchanged, and added up again.
+//! Gradients on the wire: rounded or not, exchanged, and added up again.
 //!
 //! A cast says of a bucket's bytes what is true of all its members (they are cut up otherwise behind it), still pending over what the gradients were pending over.
 //! An exchange changes whose they are, and not what is pending; the sum over the shares is a reduction over the axes that they are from.
@@ -7,7 +7,7 @@ use super::Class;
 use super::content::Fact;
 use super::dataflow::Walk;
 use super::sums::Sum;
-use crate::entity::BufferId;
+use crate::entity::{BucketId, BufferId};
 use crate::mesh::AxisSet;
 use crate::program::Content;
 
@@ -15,25 +15,36 @@ impl Walk<'_> {
     /// Gradients to the wire.
     pub fn cast(&mut self, src: BufferId, dst: BufferId) {
         let Content::Wire { bucket, from } = self.types.stage.buffers[dst].content else { return };
-        self.note_read(src);
+        let found = self.gradients(src, bucket);
         let base = self.flat(dst).base;
+        let rounded = found.map(|sum| Sum { rounded: true, ..self.sums.get(sum).clone() }).map(|sum| self.sums.id(sum));
+        self.put(dst, rounded.map_or(Fact::Garbage, |sum| Fact::Wire { bucket, sum, from, base }));
+    }
+
+    /// Reads all gradients of a bucket: what is true of all its members.
+    fn gradients(&mut self, src: BufferId, bucket: BucketId) -> Option<u32> {
+        self.note_read(src);
         let sum = self.collapse(src).and_then(|fact| match fact {
             Fact::Grad { sum, .. } => Ok(sum),
-            Fact::Zero => Ok(self.sums.id(Sum { terms: Vec::new(), pending: self.pending(bucket) })),
+            Fact::Zero => Ok(self.sums.id(Sum { pending: self.pending(bucket), ..Sum::default() })),
             other => Err((Class::Content, format!("expected gradients of {bucket}, its bytes hold {}", self.show(other)))),
         });
         match sum {
-            Ok(sum) => self.put(dst, Fact::Wire { bucket, sum, from, base }),
+            Ok(sum) => Some(sum),
             Err((class, message)) => {
                 self.fault(class, Some(src), message);
-                self.put(dst, Fact::Garbage);
+                None
             }
         }
     }
 
     /// This rank's pieces to the members, theirs to this rank.
     pub fn exchange(&mut self, axes: AxisSet, src: BufferId, dst: BufferId) {
-        let found = self.on_the_wire(src);
+        let found = match self.types.stage.buffers[src].content {
+            // Not rounded, so not on the wire before.
+            Content::Flat { bucket, .. } => self.gradients(src, bucket).map(|sum| (bucket, sum)),
+            _ => self.on_the_wire(src),
+        };
         let base = self.flat(dst).base;
         let result = found.map_or(Fact::Garbage, |(bucket, sum)| Fact::Wire { bucket, sum, from: axes, base });
         self.put(dst, result);
@@ -55,7 +66,7 @@ impl Walk<'_> {
     }
 
     /// Reads a buffer on the wire: the bucket and what of its gradients is in it.
-    fn on_the_wire(&mut self, buffer: BufferId) -> Option<(crate::entity::BucketId, u32)> {
+    fn on_the_wire(&mut self, buffer: BufferId) -> Option<(BucketId, u32)> {
         let Content::Wire { bucket, from } = self.types.stage.buffers[buffer].content else { return None };
         self.note_read(buffer);
         let base = self.flat(buffer).base;

@@ -1,6 +1,6 @@
 // Attention on the matrix units, in halves with float sums, as FlashAttention-2 does it: the equations and the mask are those of the plain kernels. A block
 // of four warps has 64 rows (queries, or keys where it sums over queries), a warp 16 of them; probabilities never leave registers.
-// Config: elem, acc = float, THREADS = 128, D, DV (multiples of 16), BOUND, DOCUMENTS, ADD, SCALE, ASYNC, STEP (rows of the other side at a time).
+// Config: elem, acc = float, THREADS = 128, D, DV (multiples of 16), BOUND, DOCUMENTS, ADD, SCALE, ASYNC, STEP (rows of the other side at a time), SINK (forward).
 constexpr int ROWS = 64, PITCH_D = D + 8, PITCH_V = DV + 8;
 constexpr float LOG2_E = 1.4426950408889634f;
 

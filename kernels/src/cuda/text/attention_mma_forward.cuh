@@ -1,5 +1,5 @@
 DP_KERNEL(dp_attention)(DP_IN(elem) q, DP_IN(elem) k, DP_IN(elem) v, DP_OUT(elem) o, DP_OUT(acc) lse, i64 queries, i64 keys, i64 groups, i64 heads, i64 valid_g,
-                        i64 valid_r, i64 first_query, i64 first_key, i64 window, i64 chunk, i64 blocks, DP_IN(i32) documents) {
+                        i64 valid_r, i64 first_query, i64 first_key, i64 window, i64 chunk, i64 blocks, DP_IN(i32) documents, DP_IN(elem) sinks) {
     DP_SHARED(elem, tq, 0, ROWS * PITCH_D);
     DP_SHARED(elem, tk, ROWS * PITCH_D * 2, 2 * STEP * PITCH_D);
     DP_SHARED(elem, tv, (ROWS + 2 * STEP) * PITCH_D * 2, 2 * STEP * PITCH_V);
@@ -29,7 +29,9 @@ DP_KERNEL(dp_attention)(DP_IN(elem) q, DP_IN(elem) k, DP_IN(elem) v, DP_OUT(elem
     i64 mine = q0 + warp * 16 + l / 4;
     i64 from[2] = {dp_first_seen(s, b, mine), dp_first_seen(s, b, mine + 8)}, end[2] = {dp_end_seen(s, mine), dp_end_seen(s, mine + 8)};
     // In units of log 2: exp(x) = exp2(x log2 e).
-    float top[2] = {dp_minus_infinity<float>(), dp_minus_infinity<float>()}, sum[2] = {0.0f, 0.0f};
+    float begin = SINK ? widen(dp_ld(sinks, g * heads + r)) * LOG2_E : dp_minus_infinity<float>();
+    // Four lanes share a row; one of them has the sink.
+    float top[2] = {begin, begin}, first = SINK && l % 4 == 0 ? 1.0f : 0.0f, sum[2] = {first, first};
     float out[DV / 8][4];
     dp_clear<DV>(out);
     int slot = 0;

@@ -1,9 +1,10 @@
 // Scaled dot-product attention on the arithmetic units of `acc`, a tile of 32 queries by 32 keys at a time. No score leaves the chip.
 //   forward: S = scale Q K^T, running maximum and sum of each row, O = P V / sum, lse = maximum + log sum;
+//   A sink is the first score of its head's rows, its value zero: the sum begins with it (SINK);
 //   backward: P = exp(S - lse), dP = dO V^T, dS = P (dP - delta) with delta = <dO, O>; dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K.
 // dK and dV sum over query heads and tiles in order within one block: no atomics, one result. Eight threads share a row of a tile; thread t has its
 // columns t % 8, t % 8 + 8, ... Who sees whom stands in `attention_shape.cuh`. Padding heads (g >= valid_g or r >= valid_r) give 0.
-// Config: elem, acc, THREADS = 256, D (of queries and keys), DV (of values), BOUND, DOCUMENTS, ADD, SCALE.
+// Config: elem, acc, THREADS = 256, D (of queries and keys), DV (of values), BOUND, DOCUMENTS, ADD, SCALE, SINK (forward).
 constexpr int TILE = 32, PITCH_D = D + 1, PITCH_V = DV + 1, PITCH_S = TILE + 1, ND = (D + 7) / 8, NV = (DV + 7) / 8;
 
 // Rows [row, row + TILE) of a matrix whose rows are `pitch` apart, zero from `rows` on.

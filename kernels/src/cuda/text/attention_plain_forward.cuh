@@ -1,5 +1,5 @@
 DP_KERNEL(dp_attention)(DP_IN(elem) q, DP_IN(elem) k, DP_IN(elem) v, DP_OUT(elem) o, DP_OUT(acc) lse, i64 queries, i64 keys, i64 groups, i64 heads, i64 valid_g,
-                        i64 valid_r, i64 first_query, i64 first_key, i64 window, i64 chunk, i64 blocks, DP_IN(i32) documents) {
+                        i64 valid_r, i64 first_query, i64 first_key, i64 window, i64 chunk, i64 blocks, DP_IN(i32) documents, DP_IN(elem) sinks) {
     DP_SHARED(acc, tq, 0, TILE * PITCH_D);
     DP_SHARED(acc, tk, TILE * PITCH_D * sizeof(acc), TILE * PITCH_D);
     DP_SHARED(acc, tv, 2 * TILE * PITCH_D * sizeof(acc), TILE * PITCH_V);
@@ -13,7 +13,7 @@ DP_KERNEL(dp_attention)(DP_IN(elem) q, DP_IN(elem) k, DP_IN(elem) v, DP_OUT(elem
     dp_load_tile<D>(tq, q, row0 * D, stride * D, q0, queries);
     int i = threadIdx.x / 8, part = threadIdx.x % 8;
     i64 mine = q0 + i, from = dp_first_seen(s, b, mine), end = dp_end_seen(s, mine);
-    acc top = dp_minus_infinity<acc>(), sum = acc(0), out[NV];
+    acc top = SINK ? acc(widen(dp_ld(sinks, g * heads + r))) : dp_minus_infinity<acc>(), sum = acc(SINK ? 1 : 0), out[NV];
     DP_UNROLL
     for (int c = 0; c < NV; c++) out[c] = acc(0);
     for (i64 k0 = 0; k0 < hi; k0 += TILE) {

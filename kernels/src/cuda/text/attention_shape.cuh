@@ -1,12 +1,14 @@
 // Who sees whom. A query at position p sees keys at positions [p + 1 - window, p] (BOUND), or all; none before its own document (DOCUMENTS: first positions do
-// not decrease along a sequence). In straight order a rank's keys [first_key, first_key + keys)
-// are at the positions of their indices, so what a query sees is a range of them; in ZIGZAG order a rank has all keys, and ranges are of positions.
+// not decrease along a sequence). A rank has the keys of the indices [first_key, first_key + keys). In straight order they
+// are at the positions of their indices, so what a query sees is a range of them; in ZIGZAG order ranges are of positions, of which the rank's keys have some.
 struct Shape {
     i64 queries, keys, groups, heads, valid_g, valid_r, first_query, first_key, window, chunk, blocks;
     DP_IN(i32) documents;
 };
 
-DP_DEVICE i64 dp_clamp_key(const Shape& s, i64 position) { return position < s.first_key ? 0 : dp_min(position - s.first_key, s.keys); }
+DP_DEVICE i64 dp_clamp_key(const Shape& s, i64 position) {
+    return ZIGZAG ? position : position < s.first_key ? 0 : dp_min(position - s.first_key, s.keys);
+}
 // What a query of this rank sees: [first, end).
 DP_DEVICE i64 dp_first_seen(const Shape& s, i64 b, i64 query) {
     i64 p = dp_position(s.first_query + query, s.chunk, s.blocks) + 1, first = BOUND && p > s.window ? p - s.window : 0;
@@ -17,10 +19,10 @@ DP_DEVICE i64 dp_first_seen(const Shape& s, i64 b, i64 query) {
     return BOUND ? dp_clamp_key(s, first) : 0;
 }
 DP_DEVICE i64 dp_end_seen(const Shape& s, i64 query) {
-    return BOUND ? dp_clamp_key(s, dp_position(s.first_query + query, s.chunk, s.blocks) + 1) : s.keys;
+    return BOUND ? dp_clamp_key(s, dp_position(s.first_query + query, s.chunk, s.blocks) + 1) : ZIGZAG ? 2 * s.chunk * s.blocks : s.keys;
 }
 DP_DEVICE bool dp_sees(const Shape& s, i64 first, i64 end, i64 key) {
-    i64 at = ZIGZAG ? dp_position(key, s.chunk, s.blocks) : key;
+    i64 at = ZIGZAG ? dp_position(s.first_key + key, s.chunk, s.blocks) : key;
     return at >= first && at < end && (!ZIGZAG || key < s.keys);
 }
 

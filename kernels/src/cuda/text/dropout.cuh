@@ -1,6 +1,7 @@
 // Dropout (`ir::dropout`): which elements of x[b,s,...] are kept is Philox4x32-10 of key (seed, node) and counter (element of the sequence / 4, sequence), an element a word.
-// A thread has LANES elements: the four words of a call, or one where a block does not begin and end with four.
-// Config: elem, acc, THREADS, LANES, VEC, ADD, ZIGZAG, SCALE. A block is [rows, positions, outer, inner], its last two dims a part of [.., whole_inner].
+// Config: elem, acc, VEC, ZIGZAG, KEEP (what a kept element is multiplied by), FOURS (whether a block begins and ends with four elements of a call), WITHIN (whether a row of the program
+// is a part of one of the block, so that its elements follow its first).
+// A block is [rows, positions, outer, inner], its last two dims a part of [.., whole_inner].
 DP_DEVICE void dp_philox(u32 (&c)[4], u32 k, u32 l) {
     DP_UNROLL
     for (int round = 0; round < 10; round++) {
@@ -11,27 +12,35 @@ DP_DEVICE void dp_philox(u32 (&c)[4], u32 k, u32 l) {
     }
 }
 
-DP_KERNEL(dp_dropout)(DP_IN(elem) x, DP_OUT(elem) y, DP_IN(double) scalars, i64 n, i64 node, i64 threshold, i64 earlier, i64 batch_start, i64 positions, i64 start,
-                      i64 chunk, i64 blocks, i64 outer, i64 outer_start, i64 inner, i64 inner_start, i64 whole_inner, i64 whole) {
-    i64 at = (i64(blockIdx.x) * THREADS + threadIdx.x) * LANES;
-    if (at >= n) return;
-    i64 row = at / inner / outer;
-    i64 position = dp_position(start + row % positions, chunk, blocks);
-    u64 element = u64(position * whole + (outer_start + at / inner % outer) * whole_inner + inner_start + at % inner);
-    u64 sequence = (u64(dp_ld(scalars, 14)) << 32 | u64(dp_ld(scalars, 13))) + u64(earlier + batch_start + row / positions);
-    u32 words[4] = {u32(element / 4), u32(element / 4 >> 32), u32(sequence), u32(sequence >> 32)};
-    dp_philox(words, u32(u64(dp_ld(scalars, 11))) ^ u32(node), u32(u64(dp_ld(scalars, 12))));
-    // Chosen by comparisons: registers have no index.
-    if (LANES == 1) words[0] = (element & 2) ? ((element & 1) ? words[3] : words[2]) : ((element & 1) ? words[1] : words[0]);
+struct Drops {
+    i64 node, threshold, earlier, batch_start, positions, start, chunk, blocks, outer, outer_start, inner, inner_start, whole_inner, whole;
+};
+
+// Where an element is: which of its sequence, and which sequence.
+struct Spot {
+    u64 element, sequence;
+};
+
+DP_DEVICE Spot dp_spot(const Drops& d, DP_IN(double) scalars, i64 at) {
+    i64 line = at / d.inner, row = line / d.outer, sequence = row / d.positions;
+    i64 position = dp_position(d.start + row - sequence * d.positions, d.chunk, d.blocks);
+    i64 element = position * d.whole + (d.outer_start + line - row * d.outer) * d.whole_inner + d.inner_start + at - line * d.inner;
+    return Spot{u64(element), (u64(dp_ld(scalars, 14)) << 32 | u64(dp_ld(scalars, 13))) + u64(d.earlier + d.batch_start + sequence)};
+}
+
+// What a pack of elements is multiplied by, that begins at a column of a row. `first`: where the row begins.
+DP_DEVICE void dp_factors(acc (&factor)[VEC], const Drops& d, const Spot& first, DP_IN(double) scalars, i64 at, i64 column) {
+    constexpr int STEP = FOURS && VEC % 4 == 0 ? 4 : 1;
+    Spot spot = WITHIN ? Spot{first.element + u64(column), first.sequence} : dp_spot(d, scalars, at + column);
+    u32 key = u32(u64(dp_ld(scalars, 11))) ^ u32(d.node), high = u32(u64(dp_ld(scalars, 12)));
     DP_UNROLL
-    for (int first = 0; first < LANES; first += VEC) {
-        Pack<elem, VEC> px = dp_ld_pack<VEC>(x, at + first), out;
-        if (ADD) out = dp_ld_pack<VEC>(y, at + first);
+    for (int j = 0; j < VEC; j += STEP) {
+        u64 one = spot.element + j;
+        u32 words[4] = {u32(one / 4), u32(one / 4 >> 32), u32(spot.sequence), u32(spot.sequence >> 32)};
+        dp_philox(words, key, high);
+        // Chosen by comparisons: registers have no index.
+        if (STEP == 1) words[0] = (one & 2) ? ((one & 1) ? words[3] : words[2]) : ((one & 1) ? words[1] : words[0]);
         DP_UNROLL
-        for (int j = 0; j < VEC; j++) {
-            acc v = acc(widen(px.v[j])) * (words[first + j] < u32(threshold) ? acc(0) : acc(SCALE));
-            out.v[j] = narrow<elem>(ADD ? acc(widen(out.v[j])) + v : v);
-        }
-        dp_st_pack<VEC>(y, at + first, out);
+        for (int i = 0; i < STEP; i++) factor[j + i] = words[i] < u32(d.threshold) ? acc(0) : acc(KEEP);
     }
 }

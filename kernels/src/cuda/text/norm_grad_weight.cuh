@@ -8,8 +8,7 @@ DP_KERNEL_ALONE(dp_norm_grad_weight)(DP_IN(elem) x, DP_IN(elem) dy, DP_OUT(acc) 
         for (int j = 0; j < VEC; j++) dw[e][j] = acc(0), db[LAYER ? e : 0][j] = acc(0);
     }
     for (i64 at = group; at < rows; at += groups) {
-        Row row;
-        dp_load_row(row, x, at, cols, sums);
+        Row row = dp_row(dp_load_part(x, at, cols), cols, sums);
         DP_UNROLL
         for (int e = 0; e < E; e++)
             if (dp_column(e) < cols) {

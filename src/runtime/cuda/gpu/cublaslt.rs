@@ -1,6 +1,6 @@
 //! cuBLASLt: the functions of it that are called, their numbers, and products described to it.
 //!
-//! A product is described once, when its kernel would be loaded: layouts of its matrices, the algorithm that the library's heuristic puts first. Each call then gives addresses alone.
+//! A product is described once, when its kernel would be loaded: layouts of its matrices, the algorithm that the library's heuristic puts first; where it has none, the generated kernel is launched after all. Each call then gives addresses alone.
 //! Sums of parts are kept in the type that is computed in and added in a fixed order, so that equal calls give equal bits. The working memory is the caller's, one for each stream.
 
 use std::ffi::{c_int, c_void};
@@ -85,6 +85,16 @@ pub struct CublasLt {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Product(usize);
 
+/// What the library has for a product.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Algorithms {
+    None,
+    One,
+}
+
+/// `CUBLAS_STATUS_NOT_SUPPORTED`.
+const NOT_SUPPORTED: c_int = 15;
+
 /// A product's parts; those that could not be made are null.
 struct Described {
     of: Matmul,
@@ -126,16 +136,20 @@ impl CublasLt {
         self.version
     }
 
-    /// Describes a product.
+    /// Describes a product; `None` if the library has no algorithm for it, which then its kernel computes.
     ///
     /// # Errors
-    /// If the library has no algorithm for it.
-    pub fn describe(&mut self, of: &Matmul) -> Result<Product, DriverError> {
+    /// If the library refuses something else.
+    pub fn describe(&mut self, of: &Matmul) -> Result<Option<Product>, DriverError> {
         let mut made = Described { of: *of, matmul: null_mut(), layouts: [null_mut(); 3], algorithm: Algorithm::default(), workspace: 0 };
         match self.make(&mut made) {
-            Ok(()) => {
+            Ok(Algorithms::One) => {
                 self.products.push(Some(made));
-                Ok(Product(self.products.len() - 1))
+                Ok(Some(Product(self.products.len() - 1)))
+            }
+            Ok(Algorithms::None) => {
+                self.give_back(&made);
+                Ok(None)
             }
             Err(error) => {
                 self.give_back(&made);
@@ -195,7 +209,7 @@ impl CublasLt {
         })
     }
 
-    fn make(&self, made: &mut Described) -> Result<(), DriverError> {
+    fn make(&self, made: &mut Described) -> Result<Algorithms, DriverError> {
         let (f, of) = (&self.functions, made.of);
         let [p, q, k] = of.sizes;
         let stored = |of: &Factor, rows: u64, columns: u64| if of.turned { [columns, rows] } else { [rows, columns] };
@@ -226,14 +240,16 @@ impl CublasLt {
             let found = self.search(made, preference);
             let gone = check("cublasLtMatmulPreferenceDestroy", (f.preference_destroy)(preference));
             let found = found?;
+            gone?;
+            let Some(found) = found else { return Ok(Algorithms::None) };
             (made.algorithm, made.workspace) = (found.algorithm, found.workspace);
-            gone
+            Ok(Algorithms::One)
         }
     }
 
     /// # Safety
     /// The parts are made, but for the algorithm.
-    unsafe fn search(&self, made: &Described, preference: Handle) -> Result<Found, DriverError> {
+    unsafe fn search(&self, made: &Described, preference: Handle) -> Result<Option<Found>, DriverError> {
         let (f, [x, y, d]) = (&self.functions, made.layouts);
         let (call, mut found, mut count) = ("cublasLtMatmulAlgoGetHeuristic", Found::default(), 0);
         // SAFETY: a result to write to; attributes are read before the calls return.
@@ -244,10 +260,16 @@ impl CublasLt {
             for (attribute, dtype) in ALIGNMENTS.into_iter().zip([made.of.elem, made.of.elem, made.of.out, made.of.out]) {
                 prefer(set(f.preference_set, preference, attribute, &aligned(&made.of, dtype)))?;
             }
-            check(call, (f.heuristic)(self.handle, made.matmul, x, y, d, d, preference, 1, &raw mut found, &raw mut count))?;
+            match (f.heuristic)(self.handle, made.matmul, x, y, d, d, preference, 1, &raw mut found, &raw mut count) {
+                NOT_SUPPORTED => return Ok(None),
+                status => check(call, status)?,
+            }
+        }
+        if count == 0 || found.status == NOT_SUPPORTED {
+            return Ok(None);
         }
         check(call, found.status)?;
-        if count == 1 && found.workspace as u64 <= WORKSPACE { Ok(found) } else { Err(DriverError { call, why: format!("{count} algorithms") }) }
+        Ok((found.workspace as u64 <= WORKSPACE).then_some(found))
     }
 
     fn give_back(&self, made: &Described) {
@@ -363,7 +385,7 @@ fn name(status: c_int) -> String {
         8 => "CUBLAS_STATUS_ARCH_MISMATCH",
         13 => "CUBLAS_STATUS_EXECUTION_FAILED",
         14 => "CUBLAS_STATUS_INTERNAL_ERROR",
-        15 => "CUBLAS_STATUS_NOT_SUPPORTED",
+        NOT_SUPPORTED => "CUBLAS_STATUS_NOT_SUPPORTED",
         other => return format!("error {other}"),
     };
     name.into()

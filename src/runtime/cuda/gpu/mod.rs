@@ -150,8 +150,12 @@ impl Gpu {
     pub fn lacks(&self) -> Option<&AbsentError> {
         self.cublaslt.as_ref().err()
     }
-    /// What decides how products round, in words: all ranks must have the same.
+    /// What decides how kernels and products round, in words: all ranks must have the same.
     pub fn products(&self) -> String {
+        let (major, minor) = self.nvrtc.version;
+        format!("NVRTC {major}.{minor}, {}", self.multiplier())
+    }
+    fn multiplier(&self) -> String {
         match (&self.cublaslt, self.asked) {
             (Ok(library), Library::Table(rows)) => {
                 let rows: Vec<String> = rows.iter().map(Row::to_string).collect();
@@ -187,26 +191,6 @@ impl Gpu {
     }
     fn world(&self, call: &'static str) -> Result<&World, DriverError> {
         self.world.as_ref().ok_or_else(|| unmet(call))
-    }
-    /// NCCL has no call for it: a message to and from every member, all at once.
-    fn all_to_all(&mut self, communicator: Communicator, what: Exchange, stream: Queue) -> Result<(), DriverError> {
-        let (world, c, s) = (self.world("ncclCommCount")?, communicator.0 as Handle, self.stream(stream));
-        let (n, dtype, block) = (what.elems as usize, nccl::type_of(what.dtype), what.elems * what.dtype.size());
-        let mut members = 0;
-        // SAFETY: an integer to write to; the ranges are allocated and as long as the primitive takes; a group that was started is ended.
-        unsafe {
-            world.nccl.check("ncclCommCount", (world.nccl.count)(c, &raw mut members))?;
-            world.nccl.check("ncclGroupStart", (world.nccl.group_start)())?;
-            let mut asked = Ok(());
-            for peer in 0..members {
-                let at = |of: Address| of.plus(peer as u64 * block).0;
-                asked = asked.and(world.nccl.check("ncclSend", (world.nccl.send)(at(what.from) as *const c_void, n, dtype, peer, c, s)));
-                asked = asked.and(world.nccl.check("ncclRecv", (world.nccl.receive)(at(what.to) as *mut c_void, n, dtype, peer, c, s)));
-            }
-            let ended = world.nccl.check("ncclGroupEnd", (world.nccl.group_end)());
-            asked.and(ended)?;
-        }
-        world.settle("ncclGroupEnd", c, self.timeout)
     }
     /// A function of a module, that may use so much shared memory: what its launch needs, not what the architecture has at most, since some of its GPUs have less.
     fn function(&self, module: Handle, entry: &CStr, shared: u32) -> Result<Handle, DriverError> {
@@ -353,8 +337,11 @@ impl Driver for Gpu {
     fn load(&mut self, launch: &Launch) -> Result<Kernel, DriverError> {
         let kernel = Kernel(self.kernels.len() as u64);
         if let (Some(product), Ok(library)) = (&launch.instead, &mut self.cublaslt) {
-            self.kernels.push(Loaded::Product(library.describe(product)?));
-            return Ok(kernel);
+            // Where it has no algorithm, the same version has none on any rank: all take the generated kernel.
+            if let Some(product) = library.describe(product)? {
+                self.kernels.push(Loaded::Product(product));
+                return Ok(kernel);
+            }
         }
         let failed = |why: String| DriverError { call: "nvrtcCompileProgram", why };
         let (made, _) = self.cache.compile(&self.nvrtc, &jit::text(launch), self.arch).map_err(|e| failed(e.to_string()))?;
@@ -493,10 +480,11 @@ impl Driver for Gpu {
         self.world("ncclCommAbort")?.nccl.check("ncclCommAbort", status)
     }
     fn exchange(&mut self, communicator: Communicator, what: Exchange, stream: Queue) -> Result<(), DriverError> {
-        if what.primitive == Primitive::AllToAll {
-            return self.all_to_all(communicator, what, stream);
-        }
         let world = self.world("ncclAllReduce")?;
+        if matches!(what.primitive, Primitive::AllToAll | Primitive::Shift) {
+            world.messages(what, communicator.0 as Handle, self.stream(stream))?;
+            return world.settle("ncclGroupEnd", communicator.0 as Handle, self.timeout);
+        }
         let (from, to) = (what.from.0 as *const c_void, what.to.0 as *mut c_void);
         let (n, dtype, c, s) = (what.elems as usize, nccl::type_of(what.dtype), communicator.0 as Handle, self.stream(stream));
         // SAFETY: the ranges are allocated and as long as the primitive takes.
@@ -505,7 +493,7 @@ impl Driver for Gpu {
                 Primitive::AllReduce(r) => ("ncclAllReduce", (world.nccl.all_reduce)(from, to, n, dtype, nccl::operation(r), c, s)),
                 Primitive::ReduceScatter(r) => ("ncclReduceScatter", (world.nccl.reduce_scatter)(from, to, n, dtype, nccl::operation(r), c, s)),
                 Primitive::AllGather => ("ncclAllGather", (world.nccl.all_gather)(from, to, n, dtype, c, s)),
-                Primitive::AllToAll => unreachable!("made of messages above"),
+                Primitive::AllToAll | Primitive::Shift => unreachable!("made of messages above"),
             }
         };
         world.nccl.check(call, status)?;

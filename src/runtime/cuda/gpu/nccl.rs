@@ -12,7 +12,8 @@ use super::AbsentError;
 use super::cuda::Handle;
 use super::library::{Opened, functions};
 use crate::runtime::cuda::driver::DriverError;
-use crate::runtime::cuda::load::Reduction;
+use crate::runtime::cuda::driver::Exchange;
+use crate::runtime::cuda::load::{Primitive, Reduction};
 
 /// What all ranks of a job must share to find each other.
 #[repr(C)]
@@ -43,6 +44,7 @@ functions! {
         split = "ncclCommSplit"(Handle, c_int, c_int, *mut Handle, *const Config),
         async_error = "ncclCommGetAsyncError"(Handle, *mut c_int),
         count = "ncclCommCount"(Handle, *mut c_int),
+        user_rank = "ncclCommUserRank"(Handle, *mut c_int),
         finalize = "ncclCommFinalize"(Handle),
         destroy = "ncclCommDestroy"(Handle),
         abort = "ncclCommAbort"(Handle),
@@ -122,6 +124,34 @@ pub(super) struct World {
 }
 
 impl World {
+    /// An exchange that NCCL has no call for, as messages in one group.
+    pub(super) fn messages(&self, what: Exchange, c: Handle, stream: Handle) -> Result<(), DriverError> {
+        let (n, dtype, block) = (what.elems as usize, type_of(what.dtype), what.elems * what.dtype.size());
+        let (mut members, mut me) = (0, 0);
+        // SAFETY: integers to write to.
+        unsafe {
+            self.nccl.check("ncclCommCount", (self.nccl.count)(c, &raw mut members))?;
+            self.nccl.check("ncclCommUserRank", (self.nccl.user_rank)(c, &raw mut me))?;
+        }
+        // Peers to send to and to receive from, and the number of the block.
+        let peers: Vec<[c_int; 3]> = match what.primitive {
+            Primitive::Shift => vec![[(me + 1) % members.max(1), (me + members - 1) % members.max(1), 0]],
+            Primitive::AllToAll => (0..members).map(|peer| [peer; 3]).collect(),
+            Primitive::AllReduce(_) | Primitive::ReduceScatter(_) | Primitive::AllGather => Vec::new(),
+        };
+        // SAFETY: the ranges are allocated and as long as the primitive takes; a group that was started is ended.
+        unsafe {
+            self.nccl.check("ncclGroupStart", (self.nccl.group_start)())?;
+            let mut asked = Ok(());
+            for [to, from, number] in peers {
+                let at = |of: u64| of + number as u64 * block;
+                asked = asked.and(self.nccl.check("ncclSend", (self.nccl.send)(at(what.from.0) as *const c_void, n, dtype, to, c, stream)));
+                asked = asked.and(self.nccl.check("ncclRecv", (self.nccl.receive)(at(what.to.0) as *mut c_void, n, dtype, from, c, stream)));
+            }
+            let ended = self.nccl.check("ncclGroupEnd", (self.nccl.group_end)());
+            asked.and(ended)
+        }
+    }
     /// Waits until what a communicator was last asked has begun.
     pub(super) fn settle(&self, call: &'static str, communicator: Handle, timeout: Duration) -> Result<(), DriverError> {
         let begin = Instant::now();

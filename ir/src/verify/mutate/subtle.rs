@@ -1,0 +1,169 @@
+//! Damage that claims alone do not show: every buffer still says what fits its neighbours, and the numbers are wrong.
+
+use super::{Cut, show};
+use crate::entity::{BufferId, Table};
+use crate::mesh::AxisSet;
+use crate::program::{Buffer, Content, Instr, Issue, Pattern, Role, Scalar, Stream};
+
+impl Cut<'_> {
+    /// A gather in place stops half-way: over one axis less, into a larger piece that says so.
+    pub fn half_gather(&mut self) -> Option<String> {
+        let sized: AxisSet = self.program.mesh.ids().filter(|&a| self.program.mesh.axis(a).size > 1).collect();
+        let site = self.site(|i| matches!(i, Instr::Collective { pattern: Pattern::AllGather, axes, .. } if axes.and(sized).iter().count() > 1))?;
+        let mesh = self.program.mesh.clone();
+        let stage = &mut self.program.stages[site.0];
+        let buffers = &mut stage.buffers;
+        let Instr::Collective { axes, src, dst, .. } = &mut stage.segments[site.1].body[site.2].instr else { return None };
+        let (Content::Flat { bucket, role, .. }, Content::Flat { .. }) = (&buffers[*src].content, &buffers[*dst].content) else { return None };
+        let left = AxisSet::one(axes.and(sized).iter().next()?);
+        let whole = &buffers[*dst];
+        let piece = Buffer {
+            content: Content::Flat { bucket: *bucket, role: *role, pieces: left },
+            bytes: whole.bytes / mesh.size(left),
+            piece_axes: left,
+            ..whole.clone()
+        };
+        if !whole.piece_axes.is_empty() || buffers[*src].piece_axes.is_empty() {
+            return None;
+        }
+        *axes = axes.minus(left);
+        *dst = buffers.push(piece);
+        Some(show(site))
+    }
+
+    /// Gradients are gathered before they are reduced.
+    pub fn gather_pending(&mut self) -> Option<String> {
+        let site = self.site(|i| matches!(i, Instr::Collective { pattern: Pattern::ReduceScatter, .. }))?;
+        let Issue { instr, stream } = self.issue(site).clone();
+        let Instr::Collective { axes, stages, dim, monoid, src, dst, .. } = instr else { return None };
+        let flat = |id: BufferId| matches!(self.program.stages[site.0].buffers[id].content, Content::Flat { role: Role::Grad, .. });
+        if !flat(src) || !flat(dst) {
+            return None;
+        }
+        let gather = Instr::Collective { pattern: Pattern::AllGather, axes, stages, dim, monoid, src: dst, dst: src };
+        self.program.stages[site.0].segments[site.1].body.insert(site.2, Issue { instr: gather, stream });
+        Some(show(site))
+    }
+
+    /// An operation across stages leaves one out, on all others alike.
+    pub fn fewer_stages(&mut self) -> Option<String> {
+        let site = self.site(|i| matches!(i, Instr::Collective { stages, .. } if stages.len() > 1))?;
+        let Instr::Collective { stages, .. } = self.issue(site).instr.clone() else { return None };
+        let (kept, dropped) = (stages[..stages.len() - 1].to_vec(), *stages.last()?);
+        for (index, stage) in self.program.stages.iter_mut().enumerate() {
+            for (_, segment) in stage.segments.iter_mut() {
+                segment.body.retain_mut(|issue| match &mut issue.instr {
+                    Instr::Collective { stages: others, axes, .. } if *others == stages => {
+                        others.clone_from(&kept);
+                        if kept.len() < 2 {
+                            others.clear();
+                        }
+                        index as u32 != dropped && !(others.is_empty() && axes.is_empty())
+                    }
+                    _ => true,
+                });
+            }
+        }
+        Some(format!("{}: stage {dropped}", show(site)))
+    }
+
+    /// A stage sums over stages first and over its ranks then, or the other way round.
+    pub fn other_order_across(&mut self) -> Option<String> {
+        let sites = self.sites(|_, body, at| matches!(&body[at].instr, Instr::Collective { stages, .. } if !stages.is_empty()));
+        let site = sites[self.draw(sites.len())?];
+        let body = &mut self.program.stages[site.0].segments[site.1].body;
+        let Instr::Collective { src, .. } = body[site.2].instr else { return None };
+        let within = |issue: &Issue| matches!(&issue.instr, Instr::Collective { stages, dst, .. } if stages.is_empty() && *dst == src);
+        let other = (0..body.len()).filter(|&at| within(&body[at])).min_by_key(|at| at.abs_diff(site.2))?;
+        body.swap(site.2, other);
+        Some(format!("{} and {other}", show(site)))
+    }
+
+    /// The norm forgets a bucket, and that it had a norm.
+    pub fn forget_norm(&mut self) -> Option<String> {
+        let site = self.site(|i| matches!(i, Instr::SquareSum { .. }))?;
+        let stage = &mut self.program.stages[site.0];
+        let Instr::SquareSum { dst, .. } = stage.segments[site.1].body[site.2].instr else { return None };
+        stage.segments[site.1].body.remove(site.2);
+        for (_, segment) in stage.segments.iter_mut() {
+            if let Some(at) = segment.body.iter().position(|i| matches!(i.instr, Instr::ClipScale { src, .. } if src == dst)) {
+                let stream = segment.body[at].stream;
+                segment.body.insert(at + 1, Issue { instr: Instr::Zero { dst }, stream });
+            }
+        }
+        Some(show(site))
+    }
+
+    /// The loss, or the norm, is lost when it has been used.
+    pub fn lose_scalar(&mut self) -> Option<String> {
+        let scalars = |buffers: &Table<BufferId, Buffer>| -> Vec<BufferId> {
+            let is = |b: &Buffer| matches!(b.content, Content::Scalar(Scalar::Loss | Scalar::NormSquared));
+            buffers.iter().filter(|(_, b)| is(b)).map(|(id, _)| id).collect()
+        };
+        let all: Vec<(usize, BufferId)> =
+            self.program.stages.iter().enumerate().flat_map(|(at, s)| scalars(&s.buffers).into_iter().map(move |id| (at, id))).collect();
+        let (stage, dst) = all[self.draw(all.len())?];
+        let last = self.program.stages[stage].schedule.last()?.segment;
+        let body = &mut self.program.stages[stage].segments[last].body;
+        body.push(Issue { instr: Instr::Zero { dst }, stream: Stream::Compute });
+        Some(format!("stage {stage} {dst}"))
+    }
+
+    /// A copy or a sum takes what lies a member, or a piece, further on.
+    pub fn shifted_source(&mut self) -> Option<String> {
+        let site = self.site(|i| matches!(i, Instr::Copy { .. } | Instr::AddInto { .. }))?;
+        let stage = &self.program.stages[site.0];
+        let (Instr::Copy { src, .. } | Instr::AddInto { src, .. }) = stage.segments[site.1].body[site.2].instr else { return None };
+        let this = &stage.buffers[src];
+        let flat = |b: &Buffer| matches!(b.content, Content::Flat { .. } | Content::Member { .. });
+        let others = stage.buffers.iter().filter(|(_, b)| flat(b) && b.offset != this.offset && b.dtype == this.dtype && b.bytes >= this.bytes);
+        let offsets: Vec<u64> = others.map(|(_, b)| b.offset).filter(|&o| stage.space_at(o) == stage.space_at(this.offset)).collect();
+        if !flat(this) || offsets.is_empty() {
+            return None;
+        }
+        let moved = Buffer { offset: offsets[self.pick as usize % offsets.len()], ..this.clone() };
+        let new = self.program.stages[site.0].buffers.push(moved);
+        match &mut self.issue(site).instr {
+            Instr::Copy { src, .. } | Instr::AddInto { src, .. } => *src = new,
+            _ => return None,
+        }
+        Some(show(site))
+    }
+
+    /// A number is so large that its bytes are counted modulo 2⁶⁴.
+    pub fn huge_number(&mut self) -> Option<String> {
+        const HUGE: u64 = 1 << 62;
+        let stage = self.draw(self.program.stages.len())?;
+        let pick = self.pick / self.program.stages.len() as u64;
+        let program = &mut self.program.stages[stage];
+        let (buckets, buffers) = (program.buckets.len() as u64, program.buffers.len() as u64);
+        match pick % 4 {
+            0 if buckets > 0 => {
+                let id = program.buckets.ids().nth((pick / 4 % buckets) as usize)?;
+                let bucket = &mut program.buckets[id];
+                bucket.elems += HUGE;
+                bucket.members.last_mut()?.offset += HUGE;
+            }
+            1 if buffers > 0 => program.buffers[BufferId((pick / 4 % buffers) as u32)].offset += HUGE,
+            2 if buffers > 0 => {
+                let buffer = &mut program.buffers[BufferId((pick / 4 % buffers) as u32)];
+                (buffer.slots, buffer.slot_stride) = (5, HUGE);
+            }
+            _ => {
+                let dims: Vec<_> = self.program.padded.0.ids().collect();
+                let dim = *dims.get((pick / 4) as usize % dims.len().max(1))?;
+                self.program.padded.0[dim] = self.program.padded.0[dim].checked_mul(HUGE)?;
+            }
+        }
+        Some(format!("stage {stage}, {pick}"))
+    }
+
+    /// What is there for a step is another for each micro-batch.
+    pub fn more_slots(&mut self) -> Option<String> {
+        self.buffer(|buffer, _| {
+            let once = matches!(buffer.content, Content::Flat { .. } | Content::Scalar(_));
+            (buffer.slots, buffer.slot_stride) = (buffer.slots + 1, 0);
+            once
+        })
+    }
+}

@@ -8,7 +8,7 @@ use dplan_ir::mesh::Keys;
 use dplan_ir::nest::Nest;
 use dplan_ir::plan::{MOST_GROUPS, Placement, Schedule};
 use dplan_ir::sync::Sync;
-use dplan_planner::pins::Pins;
+use dplan_planner::pins::{PerLayer, Pins};
 use dplan_planner::search::{Closed, How};
 use dplan_planner::space::Tuple;
 use dplan_planner::units::{Bytes, Nanos};
@@ -159,15 +159,14 @@ impl Certificate {
     }
 }
 
-/// A space of plans, in words; `without offloading` where it has none that offload.
+/// A space of plans, in words: which ways of offloading are in it, if any, and what else is pinned.
 pub fn space(pins: &Pins, memory_limit: Option<Bytes>) -> String {
     let mut parts = Vec::new();
-    if !pins.offload.is_pinned() {
-        parts.push("without offloading".to_string());
-    }
-    let pins = pins.to_string();
-    if !pins.is_empty() {
-        parts.push(format!("under the pins {pins}"));
+    let offload = Pins { offload: pins.offload.clone(), ..Pins::default() };
+    parts.push(if offload.offload.is_pinned() { format!("with {offload}") } else { "without offloading".into() });
+    let others = Pins { offload: PerLayer::default(), ..pins.clone() }.to_string();
+    if !others.is_empty() {
+        parts.push(format!("under the pins {others}"));
     }
     parts.extend(memory_limit.map(|limit| format!("in {limit} of each device")));
     parts.join(", ")
@@ -296,6 +295,7 @@ mod tests {
         let asked = Pins::parse("tp=1+2").unwrap();
         let certificate = Certificate { batch: 8, pins, asked, memory_limit: Some(Bytes(7)), objective: 5, lower_bound: 5, closed };
         assert_eq!(certificate.space(), "without offloading, under the pins tp=1+2,zero=3, in 7 B of each device");
+        assert_eq!(space(&Pins::parse("tp=2,offload=none+optimizer").unwrap(), None), "with offload=none+optimizer, under the pins tp=2");
         let text = certificate.to_json();
         let back = Certificate::parse("c.json", text.as_bytes()).unwrap();
         assert_eq!((&back.closed, &back.pins, &back.asked, &back.to_json()), (&certificate.closed, &certificate.pins, &certificate.asked, &text));

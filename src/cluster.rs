@@ -37,7 +37,7 @@ pub enum Json {
 
 /// Groups of different devices.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "an object with `groups`")]
 pub struct GroupsJson {
     pub groups: Vec<MachineJson>,
     /// Between devices of different groups; the least of the groups' `inter` if absent.
@@ -47,7 +47,7 @@ pub struct GroupsJson {
 
 /// Which of the two a file is: of groups, if it says anything of them.
 #[derive(Deserialize)]
-#[serde(expecting = "a cluster: an object with `device`, `per_node` and `nodes`, or with `groups`")]
+#[serde(expecting = "an object with `device`, `per_node` and `nodes`, or with `groups`")]
 struct Peek {
     #[serde(default, deserialize_with = "is_there")]
     groups: bool,
@@ -79,7 +79,7 @@ impl Json {
 
 /// Equal devices in equal nodes.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "an object with `device`, `per_node` and `nodes`, or with `groups`")]
 pub struct MachineJson {
     pub device: DeviceJson,
     pub per_node: u64,
@@ -103,7 +103,7 @@ pub struct MachineJson {
 
 /// One collective among so many ranks of a node.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "an object with `op`, `ranks` and `bytes_nanoseconds`")]
 pub struct CurveJson {
     pub op: String,
     pub ranks: u64,
@@ -140,7 +140,7 @@ impl<'de> Deserialize<'de> for DeviceJson {
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "an object that describes a device")]
 pub struct FullDevice {
     pub name: String,
     pub peak_flops_per_second: PeakJson,
@@ -157,7 +157,7 @@ pub struct FullDevice {
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "an object with `f64`, `f32`, `bf16` and `f16`")]
 pub struct PeakJson {
     pub f64: u64,
     pub f32: u64,
@@ -166,7 +166,7 @@ pub struct PeakJson {
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "an object with `latency_nanoseconds` and `bandwidth_bytes_per_second`")]
 pub struct LinkJson {
     pub latency_nanoseconds: u64,
     pub bandwidth_bytes_per_second: u64,

@@ -128,6 +128,8 @@ fn cluster_files_that_are_none() {
         |left: usize| full(&whole, &links.iter().enumerate().filter(|(at, _)| *at != left).map(|(_, link)| link.as_str()).collect::<String>());
     for (text, says) in [
         ("[]".to_string(), "an object with `device`"),
+        ("3".into(), "an object with `device`"),
+        (r#"{"device": "h100", "per_node": 8, "nodes": 1, "intra": []}"#.into(), "an object with `latency_nanoseconds`"),
         (full(device, &links.concat()), "missing field `context_bytes`"),
         (r#"{"device": 3, "per_node": 8, "nodes": 1}"#.into(), "the name of a built-in device, or an object"),
         (r#"{"device": "h100", "per_node": 8, "nodes": 1, "groups": null}"#.into(), "expected `groups` or `between`"),

@@ -83,7 +83,7 @@ impl Best {
 
 /// What became of a system.
 enum Tried {
-    Found(Best),
+    Found(Box<Best>),
     /// Of memory, or of time.
     Short,
     /// No degrees of it share out devices, layers and batch.
@@ -116,7 +116,7 @@ fn covers(problem: &Problem, prices: &mut dyn Prices, text: &str) -> bool {
 /// All baselines. `late` says that time is up; what was not finished then counts with the best it had.
 pub fn baselines(problem: &Problem, prices: &mut dyn Prices, node: Node, late: &dyn Fn() -> bool) -> Comparison {
     let mut best = |texts: &[String]| match best_of(problem, prices, texts, node, NEVER, late) {
-        Some(best) => Tried::Found(best),
+        Some(best) => Tried::Found(Box::new(best)),
         None if texts.iter().any(|text| covers(problem, prices, text)) => Tried::Short,
         None => Tried::Uncovered,
     };

@@ -84,7 +84,7 @@ struct Layer {
     /// Nanoseconds of tensor-parallel collectives and copies, both passes.
     traffic: u64,
     /// Of one rank and micro-batch.
-    flops: u64,
+    flops: u128,
 }
 
 impl Layer {
@@ -215,7 +215,7 @@ fn priced(
         let fragment = sharder.layer(at, plan.layer(at))?;
         let option = pricing.option(&fragment, plan.layer(at));
         let block = |&form: &_| fragment.local(form, pricing.graph, &pricing.mesh, &pricing.padded);
-        let (mut traffic, mut flops) = (0, 0);
+        let (mut traffic, mut flops) = (0, 0u128);
         for stmt in fragment.forward.iter().chain(&fragment.backward) {
             match stmt {
                 Stmt::Run { node, ins, outs, assignment } => {
@@ -224,7 +224,7 @@ fn priced(
                     let split = (&node_rule(pricing.graph, node), assignment);
                     let (ins, outs) = (ins.iter().collect::<Vec<_>>(), outs.iter().collect::<Vec<_>>());
                     let spent = spent(pricing.machine, &pricing.mesh, &node.op, split, &ins, &outs);
-                    flops += spent.flops;
+                    flops += u128::from(spent.flops);
                     traffic += spent.exposed.0;
                 }
                 Stmt::Reshard { from, to, step, .. } => {
@@ -260,7 +260,7 @@ fn boundaries(pricing: &Pricing<'_>) -> Vec<u64> {
 }
 
 /// Multiplications and additions of matrix products, forward and backward, of one micro-batch.
-fn model_flops(graph: &Graph, micro_batch: u64) -> u64 {
+fn model_flops(graph: &Graph, micro_batch: u64) -> u128 {
     let mut logical = Padded(graph.dims.map(|_, d| d.size));
     if let Some(batch) = graph.batch {
         logical.0[batch] = micro_batch;
@@ -274,7 +274,7 @@ fn model_flops(graph: &Graph, micro_batch: u64) -> u64 {
         let (ins, outs): (Vec<LocalType>, Vec<LocalType>) = (node.inputs.iter().map(whole).collect(), node.outputs.iter().map(whole).collect());
         let cost = op_cost(&node.op, &ins.iter().collect::<Vec<_>>(), &outs.iter().collect::<Vec<_>>());
         match cost.unit {
-            Unit::Matrix { .. } => cost.flops,
+            Unit::Matrix { .. } => u128::from(cost.flops),
             Unit::Vector => 0,
         }
     };

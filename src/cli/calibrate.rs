@@ -58,7 +58,7 @@ fn asked(plan: &Path) -> Result<Asked> {
     if !path.exists() {
         return Ok(Asked::default());
     }
-    let Certificate { pins, memory_limit, .. } = Certificate::read(&path)?;
+    let Certificate { asked: pins, memory_limit, .. } = Certificate::read(&path)?;
     Ok(Asked { pins, memory_limit })
 }
 

@@ -138,7 +138,7 @@ pub fn run(args: Args) -> Result<Outcome> {
     }
     let (precision, why) = notes::default_precision(&cluster);
     let mut model = model::load_for(&args.model, &args.options, precision)?;
-    let mut notes = notes::of_nodes(&cluster);
+    let mut notes: Vec<String> = notes::of_prices(&cluster).into_iter().chain(notes::of_nodes(&cluster)).collect();
     notes.extend(why.filter(|_| args.options.precision.is_none()));
     notes.extend(model.notes.iter().cloned());
     if let Some(factor) = args.capacity {

@@ -182,11 +182,10 @@ pub fn text(model: &Model, compiled: &Compiled, run: TrainingRun) -> String {
     }
     out += &baselines(compiled, run);
     let space = space(&compiled.pins, compiled.memory_limit);
-    let space = if space.is_empty() { "this space".to_string() } else { format!("this space ({space})") };
     let proof = if s.proved {
-        format!("proved optimal in {space} and cost model")
+        format!("proved optimal in this space ({space}) and cost model")
     } else {
-        format!("not proved: at most {:.2} % from optimal in {space}", s.gap * 100.0)
+        format!("not proved: at most {:.2} % from optimal in this space ({space})", s.gap * 100.0)
     };
     let _ = writeln!(out, "search      {} layouts, {} solved exactly; {proof}", s.space, s.solved);
     out

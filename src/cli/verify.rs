@@ -140,7 +140,7 @@ fn certify(file: &PlanFile, path: PathBuf) -> Result<Certified> {
 fn said(c: &Certified) -> bool {
     if c.faults.is_empty() {
         let Checked { recomputed, resolved } = c.checked;
-        let space = if c.space.is_empty() { String::new() } else { format!(" ({})", c.space) };
+        let space = format!(" ({})", c.space);
         let claim =
             if c.gap == 0.0 { format!("no plan is better{space}") } else { format!("no plan is more than {:.2} % better{space}", c.gap * 100.0) };
         output::say!("{}: {claim}: {recomputed} layouts bounded again by other code, {resolved} solved again by integer programs", c.path.display());

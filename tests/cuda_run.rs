@@ -9,9 +9,11 @@ use std::process::{Command, Output};
 
 use common::{dplan_ok, json_lines, residual_block, scratch};
 use dplan::planfile::PlanFile;
-use dplan::runtime::cuda::fuse::Buffers;
-use dplan::runtime::view::View;
-use dplan_ir::program::{Call, Instr, Issue};
+use dplan::runtime::cuda::load::{Action, load};
+use dplan_ir::optimizer::DecayGroups;
+use dplan_ir::program::{Call, Instr, Issue, Stream};
+use dplan_kernels::cuda::Target;
+use dplan_kernels::cuda::arch::Arch;
 use stand_in::stand_in;
 
 const SIZES: [u64; 4] = [6, 31, 24, 40];
@@ -32,9 +34,9 @@ fn steps(output: &Output) -> Vec<[f64; 2]> {
 fn is_compared(plan: &str, profile: &str, offload: &str) {
     let file = PlanFile::read(Path::new(plan)).unwrap();
     let stage = &file.program.stages[0];
-    let view = View { graph: &file.graph, program: &file.program, stage: 0, local_rank: 0 };
-    let buffers = Buffers::new(&view);
-    let followed = |call: &Call| buffers.chains(call.segment).iter().map(|chain| chain.steps.len()).sum::<usize>();
+    let code = load(&file.graph, &file.program, 0, 0, DecayGroups::All, Target::of(Arch::Sm80)).unwrap();
+    let within = |actions: &[(Stream, Action)]| actions.iter().filter(|(_, action)| matches!(action, Action::Within(_))).count();
+    let followed = |call: &Call| within(&code.segments[call.segment.0 as usize]);
     let followed: usize = stage.schedule.iter().map(followed).sum();
     assert!(followed > 0);
     let does = |issue: &&Issue| !matches!(issue.instr, Instr::Record(_) | Instr::Wait(_));

@@ -335,9 +335,8 @@ fn emit(b: &mut Builder<'_>, links: &[Link<'_>], values: &[(LocalType, Held)]) -
     params.extend(["i64 rows".into(), "i64 cols".into()]);
     args.extend([int(n / cols.max(1)), int(cols)]);
     // Left to itself the assembler holds these to fewer registers than they need, and spills.
-    let bounds = if links.len() > 1 || rate.is_some() { "DP_KERNEL_ALONE" } else { "DP_KERNEL" };
     let kernel = format!(
-        "{bounds}(dp_rows)({}) {{\n    DP_SHARED(acc, sums, 0, 32);\n    i64 at = i64(blockIdx.x) * GROUPS + threadIdx.x / T;\n    if (at >= rows) return;\n{head}{body}}}\n",
+        "DP_KERNEL_ALONE(dp_rows)({}) {{\n    DP_SHARED(acc, sums, 0, 32);\n    i64 at = i64(blockIdx.x) * GROUPS + threadIdx.x / T;\n    if (at >= rows) return;\n{head}{body}}}\n",
         params.join(", ")
     );
     let text = config.text(&[curve, include_str!("text/norm.cuh"), include_str!("text/rows.cuh"), drops[0], drops[1], &kernel]);

@@ -2,7 +2,7 @@
 // Config: elem, acc, THREADS, ADD, ZIGZAG.
 DP_KERNEL(dp_capacity)(DP_IN(elem) gate, DP_OUT(elem) kept, i64 sequence, i64 experts, i64 most, i64 chunk, i64 blocks) {
     DP_SHARED(i32, votes, 0, THREADS / 32);
-    i64 of = blockIdx.x / experts, e = blockIdx.x % experts;
+    i64 of = i64(blockIdx.x) / experts, e = i64(blockIdx.x) % experts;
     i64 base = 0;
     for (i64 first = 0; first < sequence; first += THREADS) {
         i64 p = first + threadIdx.x;

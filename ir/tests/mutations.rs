@@ -114,10 +114,11 @@ const FATAL: [Damage; 31] = [
     Damage::AddForSet,
 ];
 
-/// All but of copies, short types, exchanges in these and working memory, which these programs have none of: `dplan fuzz --mutate` has them.
+/// All but of copies, rings, gathers over several axes, short types, exchanges in these and working memory, which these programs have none of: `dplan fuzz --mutate` has them.
 fn damages() -> impl Iterator<Item = Damage> {
     let copies = [Damage::DropCopy, Damage::CopyBackwards, Damage::EarlyCopy, Damage::OtherFrame, Damage::LessHost, Damage::LessFile];
-    let absent = [&copies[..], &[Damage::StaleParam, Damage::WithoutScratch, Damage::DropCast]].concat();
+    let rings = [Damage::DropJoin, Damage::OtherTurn, Damage::WrongTurn, Damage::WrongPairs];
+    let absent = [&copies[..], &rings, &[Damage::HalfGather, Damage::StaleParam, Damage::WithoutScratch, Damage::DropCast]].concat();
     Damage::ALL.into_iter().filter(move |d| !absent.contains(d))
 }
 

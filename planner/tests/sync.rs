@@ -43,7 +43,7 @@ fn exchanges(program: &Program) -> BTreeMap<(Role, Pattern), usize> {
 #[test]
 fn every_sum_and_every_gather_goes_by_the_steps_of_its_exchange() {
     let mut tried: BTreeMap<&str, usize> = BTreeMap::new();
-    for seed in 0..150 {
+    for seed in 0..240 {
         let case = Case { sync: Sync::Flat, wire: Wire::Full, ..Case::drawn(&mut Dice::of(23, seed)) };
         if case.ep > 1 || case.dp * case.cp == 1 {
             continue;

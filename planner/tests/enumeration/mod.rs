@@ -367,7 +367,10 @@ fn laid(problem: &Problem, prices: &Drawn, degrees: Degrees) -> Vec<Degrees> {
             continue;
         }
         let with = |sync| Degrees { sync, nest, ..degrees };
-        let parts = |far: u64| (far > 1 && degrees.dp.is_multiple_of(far)).then(|| with(Sync::Hierarchical { far }));
+        // What is one step is one collective.
+        let whole = |far: u64| degrees.dp == far && degrees.cp == 1;
+        let parts =
+            |far: u64| (far > 1 && degrees.dp.is_multiple_of(far)).then(|| with(if whole(far) { Sync::Flat } else { Sync::Hierarchical { far } }));
         let Some(asked) = problem.pins.sync.values() else {
             all.push(with(Sync::Flat));
             continue;

@@ -152,7 +152,7 @@ impl Cut<'_> {
             _ => {
                 let dims: Vec<_> = self.program.padded.0.ids().collect();
                 let dim = *dims.get((pick / 4) as usize % dims.len().max(1))?;
-                self.program.padded.0[dim] = self.program.padded.0[dim].checked_mul(HUGE)?;
+                self.program.padded.0[dim] += HUGE;
             }
         }
         Some(format!("stage {stage}, {pick}"))

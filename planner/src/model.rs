@@ -201,7 +201,8 @@ impl Prices for Model<'_> {
     fn floor(&mut self, class: u32, shape: Shape, from: Reference, recompute: &[Recompute]) -> Floor {
         let (reference, ways) = match from {
             Reference::Rank => (Shape { tp: 1, cp: 1, boundary: None, padding: 0, keys: Keys::Gathered, nested: None, ..shape }, shape.cp * shape.tp),
-            Reference::Whole { sequences } => (Shape { micro_batch: sequences, cp: 1, keys: Keys::Gathered, nested: None, ..shape }, shape.cp),
+            // Experts and tensors lie where they are nested: on quicker links, perhaps, than usual.
+            Reference::Whole { sequences } => (Shape { micro_batch: sequences, cp: 1, keys: Keys::Gathered, ..shape }, shape.cp),
             Reference::Same { sequences } => (Shape { micro_batch: sequences, ..shape }, 1),
         };
         let (trades, buckets) = self.sketch(class, reference, recompute);

@@ -10,7 +10,9 @@ use crate::placement::Site;
 use crate::predict::predict;
 use crate::prices::{Offer, Prices, Reference, Shape, scaled};
 use dplan_ir::mesh::{Keys, Mesh};
+use dplan_ir::nest::Nest;
 use dplan_ir::plan::Recompute;
+use dplan_ir::sync::Sync;
 use std::collections::BTreeSet;
 
 fn request<'a>(graph: &'a Graph, classes: &'a [u32], cluster: &'a Cluster, batch: u64, pins: &str) -> Request<'a> {
@@ -113,6 +115,19 @@ fn floors_are_below_all_offers() {
                 }
             }
             assert!(compared > 1000, "{compared}");
+            // Where degrees are nested otherwise, or data parallelism is cut up, the same holds; on several nodes, what is nested inside is quick.
+            let experts = [(1, 1, 2), (2, 1, 2), (4, 1, 4), (2, 2, 2)]
+                .into_iter()
+                .flat_map(|(tp, cp, ep)| Nest::all().into_iter().map(move |nest| (tp, cp, ep, (nest, Sync::Flat, ep))));
+            let parts = [(2, 1, 1), (4, 2, 1)].map(|(tp, cp, ep)| (tp, cp, ep, (Nest::default(), Sync::Hierarchical { far: 2 }, 4)));
+            for (tp, cp, ep, nested) in experts.chain(parts) {
+                let shape =
+                    Shape { tp, cp, ep, micro_batch: 2, boundary: None, padding: 0, keys: Keys::Gathered, site: Site::ONLY, nested: Some(nested) };
+                for &class in &classes {
+                    compared += below_all_offers(&mut model, class, shape, 6);
+                }
+            }
+            assert!(compared > 1500, "{compared}");
         }
     }
 }

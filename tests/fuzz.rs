@@ -60,6 +60,11 @@ fn damage_is_rejected_and_rewrites_are_accepted() {
     let (damaged, rewritten) = (outcome.damaged(), outcome.rewritten());
     println!("{damaged:?}\n{rewritten:?}");
     assert!(damaged.rejected >= 200 && rewritten.equivalent() >= 30, "{damaged:?} {rewritten:?}");
+    // Every kind comes up, but for two that smaller programs have (`ir/tests/mutations.rs`).
+    let elsewhere = [Damage::WrongPeer, Damage::OtherOrderAcross];
+    for damage in Damage::ALL.into_iter().filter(|d| !elsewhere.contains(d)) {
+        assert!(outcome.damages.get(&damage).is_some_and(|tally| tally.rejected > 0), "{damage:?} was never rejected");
+    }
 }
 
 /// The comparison itself can fail: a program that lost a contribution is told from the right one.

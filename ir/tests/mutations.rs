@@ -118,8 +118,7 @@ const FATAL: [Damage; 31] = [
 fn damages() -> impl Iterator<Item = Damage> {
     let copies = [Damage::DropCopy, Damage::CopyBackwards, Damage::EarlyCopy, Damage::OtherFrame, Damage::LessHost, Damage::LessFile];
     let rings = [Damage::DropJoin, Damage::OtherTurn, Damage::WrongTurn, Damage::WrongPairs];
-    let absent =
-        [&copies[..], &rings, &[Damage::HalfGather, Damage::OtherOrderAcross, Damage::StaleParam, Damage::WithoutScratch, Damage::DropCast]].concat();
+    let absent = [&copies[..], &rings, &[Damage::HalfGather, Damage::StaleParam, Damage::WithoutScratch, Damage::DropCast]].concat();
     Damage::ALL.into_iter().filter(move |d| !absent.contains(d))
 }
 

@@ -67,16 +67,31 @@ impl Cut<'_> {
         Some(format!("{}: stage {dropped}", show(site)))
     }
 
-    /// A stage sums over stages first and over its ranks then, or the other way round.
+    /// An operation over stages and ranks becomes two, which one stage does in the other order.
     pub fn other_order_across(&mut self) -> Option<String> {
-        let sites = self.sites(|_, body, at| matches!(&body[at].instr, Instr::Collective { stages, .. } if !stages.is_empty()));
-        let site = sites[self.draw(sites.len())?];
-        let body = &mut self.program.stages[site.0].segments[site.1].body;
-        let Instr::Collective { src, .. } = body[site.2].instr else { return None };
-        let within = |issue: &Issue| matches!(&issue.instr, Instr::Collective { stages, dst, .. } if stages.is_empty() && *dst == src);
-        let other = (0..body.len()).filter(|&at| within(&body[at])).min_by_key(|at| at.abs_diff(site.2))?;
-        body.swap(site.2, other);
-        Some(format!("{} and {other}", show(site)))
+        let site = self.site(|i| matches!(i, Instr::Collective { axes, stages, .. } if !stages.is_empty() && !axes.is_empty()))?;
+        let whole = self.issue(site).instr.clone();
+        let Instr::Collective { axes: over, stages: across, .. } = &whole else { return None };
+        for (index, stage) in self.program.stages.iter_mut().enumerate() {
+            for (_, segment) in stage.segments.iter_mut() {
+                for at in (0..segment.body.len()).rev() {
+                    let Issue { instr, stream } = segment.body[at].clone();
+                    let Instr::Collective { pattern, axes, ref stages, dim, monoid, dst, .. } = instr else { continue };
+                    if (axes, stages) != (*over, across) {
+                        continue;
+                    }
+                    let then = Instr::Collective { pattern, axes: AxisSet::EMPTY, stages: stages.clone(), dim, monoid, src: dst, dst };
+                    if let Instr::Collective { stages, .. } = &mut segment.body[at].instr {
+                        stages.clear();
+                    }
+                    segment.body.insert(at + 1, Issue { instr: then, stream });
+                    if index == site.0 {
+                        segment.body.swap(at, at + 1);
+                    }
+                }
+            }
+        }
+        Some(show(site))
     }
 
     /// The norm forgets a bucket, and that it had a norm.

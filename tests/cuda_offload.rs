@@ -118,7 +118,7 @@ impl Case {
     }
 }
 
-/// Plans of several ranks, with every kind of meeting.
+/// Plans of several ranks, with every kind of meeting that a model without attention has.
 fn sharing() -> Vec<Case> {
     let forward =
         model_from_bytes("model.json", residual_block(SIZES, "head").as_bytes(), &ImportOptions::default()).unwrap_or_else(|e| panic!("{e}")).graph;

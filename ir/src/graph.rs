@@ -156,7 +156,6 @@ impl Graph {
     pub fn size(&self, dim: DimId) -> u64 {
         self.dims[dim].size
     }
-    /// Logical shape of a value.
     /// Positions of one sequence: the tokens of the first input; where that has vectors in their place, as patches of an image, the vectors.
     pub fn positions(&self) -> u64 {
         let Some(&first) = self.inputs.first() else { return 1 };
@@ -165,6 +164,7 @@ impl Graph {
         let vector = usize::from(*dtype != DType::I32).min(of_sequence.len());
         of_sequence[..of_sequence.len() - vector].iter().product()
     }
+    /// Logical shape of a value.
     pub fn shape(&self, value: ValueId) -> Vec<u64> {
         self.values[value].ty.dims.iter().map(|&d| self.size(d)).collect()
     }

@@ -70,21 +70,6 @@ impl Order {
             Order::Zigzag { blocks } => len / (2 * blocks),
         }
     }
-
-    /// The positions `start..end` as runs, by position.
-    pub fn runs(self, start: u64, end: u64, len: u64) -> impl Iterator<Item = Run> {
-        let chunk = self.chunk(len).max(1);
-        let mut at = start;
-        std::iter::from_fn(move || {
-            (at < end).then(|| {
-                // Straight runs go on past the end of a sequence that is a block of a longer one.
-                let next = if self == Order::Straight { end } else { end.min((at / chunk + 1) * chunk) };
-                let run = Run { index: self.index(at, len), position: at, len: next - at };
-                at = next;
-                run
-            })
-        })
-    }
 }
 
 #[cfg(test)]
@@ -97,7 +82,6 @@ mod tests {
         let positions: Vec<u64> = (0..8).map(|i| order.position(i, 8)).collect();
         assert_eq!(positions, [0, 1, 6, 7, 2, 3, 4, 5]);
         assert!((0..8).all(|i| order.index(order.position(i, 8), 8) == i));
-        assert_eq!(order.runs(1, 5, 8).map(|r| (r.index, r.position, r.len)).collect::<Vec<_>>(), [(1, 1, 1), (4, 2, 2), (6, 4, 1)]);
     }
 
     #[test]

@@ -5,7 +5,7 @@
 //! | `flat` | one collective over all data axes, by whatever algorithm the library has for it | the same |
 //! | `hierarchical:F` | scattered over the ranks of each of `F` parts (nodes), then what each holds over the parts | gathered the other way round |
 //! | `server` | every rank serves an equal piece: all push theirs to it (all-to-all), it adds them up in their order, whatever the ZeRO stage | flat: all pull |
-//! | `tree` | scattered over one data axis after the other, the innermost first, halves (or thirds, …) of halves: recursive halving | recursive doubling |
+//! | `tree` | scattered over one data axis after the other, in the order of the mesh (`dp`, `cp`, `far0`, …), halves (or thirds, …) of halves: recursive halving | recursive doubling |
 //!
 //! Steps are ordinary collectives, each over an axis or several: the axis `dp` of the mesh is cut up for them, and what lies outside of the first part are the axes
 //! `far0`, `far1`, … ([`crate::mesh::Mesh::of`]). An all-reduce is scattered by all steps but the last, reduced in the last, and gathered back.

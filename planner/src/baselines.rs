@@ -1,5 +1,5 @@
-//! Textbook plans, priced under the same model, each at the best of its own degrees, micro-batch and recompute: all of them are in the space that was searched, so
-//! none is better than the plan (pins of the request apart), but for the parameter server, which is ZeRO-1 with a slower exchange ([`dplan_ir::sync`]). Those that offload are in it where one of them is better than all that do not ([`OFFLOADED`]).
+//! Textbook plans, priced under the same model, each at the best of its own degrees, micro-batch and recompute: all but the parameter server are in the space that was
+//! searched, and that is ZeRO-1 with a slower exchange ([`dplan_ir::sync`]), so none is better than the plan (pins of the request apart). Those that offload are in it where one of them is better than all that do not ([`OFFLOADED`]).
 
 use crate::memory::state_bytes;
 use crate::menu::{Choice, Menus};

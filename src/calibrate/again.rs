@@ -74,7 +74,8 @@ pub fn again(file: &PlanFile, asked: &Asked, profile: &Profile, analysis: &Analy
     forward.set_batch(1);
     let planned = |pins: &Pins| {
         // What is computed stays.
-        let pins = Pins { wire: Pins::that_keep(&file.plan).wire, ..pins.clone() }.over(&Pins::that_keep(&file.plan));
+        let kept = Pins::that_keep(&file.plan);
+        let pins = Pins { wire: kept.wire, ..pins.clone() }.over(&kept);
         let options = Options { pins, memory_limit: asked.memory_limit, ..Options::again(file, machine.clone()) };
         match best(&forward, &options) {
             Ok(found) => Ok(Some(found)),

@@ -1,7 +1,8 @@
 //! Row programs: a chain of ops as one kernel.
 //!
 //! A *row* of a chain is what one warp, or one block, has in registers: load → ops one after another, some of which sum along the row → store. What an op makes is rounded to the
-//! elements' type as if it had been in memory, so a chain computes the same bits as its ops one by one; what only the chain reads has no bytes. A norm, its gradient or a dropout
+//! elements' type as if it had been in memory, so a chain of 16-bit elements computes the same bits as its ops one by one, and a chain of f32 or f64
+//! does where no product and sum of two ops are contracted to one operation, as a GPU may and the CPU library does not; what only the chain reads has no bytes. A norm, its gradient or a dropout
 //! by itself is a chain of one.
 //!
 //! *Wide* operands lie as rows do; *row* operands (weights of norms, biases) are the same for every row.

@@ -14,6 +14,7 @@ use dplan_ir::dtype::DType;
 use dplan_ir::init::name_hash;
 use dplan_ir::optimizer::StepScalars;
 use dplan_ir::program::{Program, Role, Scalar, StageProgram};
+use xxhash_rust::xxh3::xxh3_64;
 
 use super::settings::hyper;
 use super::summary::Summary;
@@ -28,7 +29,7 @@ use crate::runtime::cuda::driver::Driver;
 use crate::runtime::cuda::gpu::{Gpu, cuda::Cuda, nccl::UniqueId, unique_id};
 use crate::runtime::cuda::rank::Launch;
 use crate::runtime::cuda::session::Session;
-use crate::runtime::cuda::start::{Process, fingerprint};
+use crate::runtime::cuda::start::Process;
 use crate::runtime::cuda::together::seats;
 use crate::runtime::{Options, RankMemory, Recording};
 
@@ -77,7 +78,7 @@ pub fn run(args: &Args, file: &PlanFile, plan: u64, feed: Feed, weights: Option<
     if ranks > 1 {
         // Ranks with other kernels, or who round their products otherwise, would drift apart as those of another plan.
         let program = std::env::current_exe().and_then(std::fs::read).context("this program cannot read its own file")?;
-        let plan = name_hash(&format!("{plan:016x} {:016x} {}", fingerprint(&program), gpu.products()));
+        let plan = name_hash(&format!("{plan:016x} {:016x} {}", xxh3_64(&program), gpu.products()));
         let made = if process.rank == 0 { unique_id().map_err(Failure::fault)? } else { UniqueId([0; 128]) };
         let id = process.share(plan, timeout, made.0).map_err(Failure::fault)?;
         gpu.join(UniqueId(id), process.rank, ranks).map_err(Failure::fault)?;

@@ -7,8 +7,6 @@ use std::io::{Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
-use dplan_ir::splitmix;
-
 /// Which rank of how many this process is.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Process {
@@ -42,18 +40,6 @@ pub enum StartError {
     Refused(String),
     #[error("after {seconds} s, these ranks had not come: {missing}")]
     Missing { seconds: u64, missing: String },
-}
-
-/// A hash of a file's bytes: that of the program itself says which kernels it generates.
-pub fn fingerprint(bytes: &[u8]) -> u64 {
-    let mut state = bytes.len() as u64;
-    for chunk in bytes.chunks(8) {
-        let mut word = [0; 8];
-        word[..chunk.len()].copy_from_slice(chunk);
-        state ^= u64::from_le_bytes(word);
-        state = splitmix::next(&mut state);
-    }
-    state
 }
 
 /// Names of rank, number of ranks, number on this machine, and ranks on this machine, by launcher.
@@ -255,19 +241,6 @@ mod tests {
     #[test]
     fn all_ranks_of_one_plan_get_the_message() {
         assert!(share([7, 7, 7]).iter().all(|r| matches!(r, Ok(m) if m == b"here")));
-    }
-
-    #[test]
-    fn another_program_has_another_hash() {
-        let program: Vec<u8> = (0..1001u32).map(|i| i as u8).collect();
-        let changed = (0..program.len()).map(|at| {
-            let mut other = program.clone();
-            other[at] ^= 1;
-            other
-        });
-        let others = changed.chain([program[..1000].to_vec(), [&program[..], &[0]].concat(), Vec::new()]);
-        assert!(others.into_iter().all(|other| fingerprint(&other) != fingerprint(&program)));
-        assert_eq!(fingerprint(&program), fingerprint(&program.clone()));
     }
 
     #[test]

@@ -35,15 +35,18 @@ impl Spans {
         }
         Ok(Spans(out))
     }
+    fn later(&self, by: u64) -> Spans {
+        Spans(self.0.iter().map(|&(from, to)| (from + by, to + by)).collect())
+    }
     /// Whether this is `before` with every micro-batch `by` later; or that, with the first `by` added: what a sum over all micro-batches so far becomes.
     pub fn is_shift_of(&self, before: &Spans, by: u64) -> bool {
-        let later = Spans(before.0.iter().map(|&(from, to)| (from + by, to + by)).collect());
+        let later = before.later(by);
         *self == later || Spans(vec![(0, by)]).union(&later).is_ok_and(|all| all == *self)
     }
     /// This after `more` further micro-batches, of which every `by` took `before` to it: each later, or all of them added.
     fn advanced(&self, before: &Spans, by: u64, more: u64) -> Spans {
-        let later = |spans: &Spans, by: u64| Spans(spans.0.iter().map(|&(from, to)| (from + by, to + by)).collect());
-        if *self == later(before, by) { later(self, more) } else { Spans(vec![(0, more)]).union(&later(self, more)).unwrap_or_default() }
+        let later = self.later(more);
+        if *self == before.later(by) { later } else { Spans(vec![(0, more)]).union(&later).unwrap_or_default() }
     }
     pub fn show(&self) -> String {
         let range = |&(from, to): &(u64, u64)| if from + 1 == to { format!("{from}") } else { format!("{from}–{}", to - 1) };

@@ -123,8 +123,8 @@ fn floors_are_below_all_offers() {
             for (tp, cp, ep, nested) in experts.chain(parts) {
                 let shape =
                     Shape { tp, cp, ep, micro_batch: 2, boundary: None, padding: 0, keys: Keys::Gathered, site: Site::ONLY, nested: Some(nested) };
-                for &class in &classes {
-                    compared += below_all_offers(&mut model, class, shape, 6);
+                for (&class, sequences) in classes.iter().flat_map(|class| [(class, 2), (class, 6)]) {
+                    compared += below_all_offers(&mut model, class, shape, sequences);
                 }
             }
             assert!(compared > 1500, "{compared}");

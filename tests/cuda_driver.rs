@@ -56,7 +56,8 @@ fn the_driver_is_called_as_its_headers_say() {
     let without = Gpu::open(0, Duration::from_secs(5)).unwrap();
     let why = without.lacks().map(ToString::to_string).unwrap_or_default();
     assert!(why.contains("cuBLASLt was not found: all products are computed by generated kernels") && why.contains("/nowhere"), "{why}");
-    assert_eq!((without.target().beside, &without.products()[..]), (library::Library::Absent, "generated"));
+    assert_eq!(without.target().beside, library::Library::Absent);
+    assert!(without.products().ends_with(", generated"), "{}", without.products());
     assert_eq!(gpu.allocate(1 << 50).unwrap_err().to_string(), "cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY");
 }
 

@@ -11,6 +11,7 @@
 //! [`crate::capacity`] says ([`fitting`]).
 
 use crate::capacity::{self, Layers};
+use crate::memory::{BucketSize, LayerBytes};
 use crate::menu::{Choice, Menus};
 use crate::objective::{Home, LayerSync, StageTime, Terms, repeats};
 use crate::placement::{Groups, Site, Weighting, weightings};
@@ -18,15 +19,17 @@ use crate::prices::{Floor, Links, Prices, Reference};
 use crate::problem::Problem;
 use crate::search::NEVER;
 use crate::space::Tuple;
+use dplan_ir::mesh::Degrees;
 use dplan_ir::plan::{Schedule, Store};
+use std::collections::BTreeMap;
+use std::rc::Rc;
 
 /// Whether the inputs of layers alone, which are kept for every micro-batch in flight, are more than all stages can hold. The first layer has no input, and those that may
 /// be offloaded are not counted.
 pub fn is_crowded(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple) -> bool {
-    let crossings = problem.layers.len() as u64 - 1;
     let stays = |kind: &usize| problem.kinds[*kind].away.iter().all(|away| away.activations.is_none());
     let layers = problem.layers[1..].iter().filter(|kind| stays(kind)).count() as u64;
-    let least = (0..crossings).map(|layer| prices.boundary_bytes(layer as u32, tuple.shape(Site::ONLY))).min().unwrap_or(0);
+    let least = prices.boundary_bytes(tuple.shape(Site::ONLY)).iter().copied().min().unwrap_or(0);
     let seat = |stage| prices.groups().seat(tuple.placement, tuple.degrees().ranks(), stage);
     let held = |stage| problem.budget_at(seat(stage).site).checked_div(tuple.in_flight(stage) * least).unwrap_or(u64::MAX);
     (0..tuple.pp).map(held).fold(0, u64::saturating_add) < layers
@@ -74,10 +77,37 @@ pub fn floor(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple) -> u64 {
 }
 
 /// The same where layers have to fit, as known from a reference.
-pub fn fitting(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple, from: Reference) -> u64 {
+pub fn fitting(problem: &Problem, prices: &mut dyn Prices, lives: &mut Lives, tuple: &Tuple, from: Reference) -> u64 {
     let sites = sites(prices, tuple);
     let floors: Vec<Vec<Floor>> = sites.iter().map(|&(site, _)| problem.floors(prices, tuple, site, from)).collect();
-    held(problem, prices, tuple, &sites, &floors)
+    held(problem, prices, lives, tuple, &sites, &floors)
+}
+
+/// Where the layers of a kind may live, with what that adds: alike for all micro-batches, boundaries and pipelines of some degrees.
+#[derive(Default)]
+pub struct Lives(BTreeMap<(usize, Site, Degrees), Vec<Known>>);
+
+/// Of a floor with these buckets.
+struct Known {
+    buckets: Vec<BucketSize>,
+    lives: Rc<[(LayerSync, Option<Store>)]>,
+}
+
+impl Lives {
+    fn of(
+        &mut self,
+        key: (usize, Site, Degrees),
+        floor: &Floor,
+        make: impl FnOnce(&LayerBytes) -> Rc<[(LayerSync, Option<Store>)]>,
+    ) -> Rc<[(LayerSync, Option<Store>)]> {
+        let known = self.0.entry(key).or_default();
+        if let Some(same) = known.iter().find(|known| known.buckets == floor.buckets) {
+            return Rc::clone(&same.lives);
+        }
+        let lives = make(&floor.bytes());
+        known.push(Known { buckets: floor.buckets.clone(), lives: Rc::clone(&lives) });
+        lives
+    }
 }
 
 fn sites(prices: &dyn Prices, tuple: &Tuple) -> Vec<(Site, u64)> {
@@ -89,7 +119,7 @@ fn times(floors: &[Floor]) -> Vec<u64> {
 }
 
 /// The objective of layers that take the least of their kinds, the slowest stage no quicker than those of each kind allow that have to fit.
-fn held(problem: &Problem, prices: &dyn Prices, tuple: &Tuple, sites: &[(Site, u64)], floors: &[Vec<Floor>]) -> u64 {
+fn held(problem: &Problem, prices: &dyn Prices, known_lives: &mut Lives, tuple: &Tuple, sites: &[(Site, u64)], floors: &[Vec<Floor>]) -> u64 {
     let (mesh, groups): (_, &Groups) = (tuple.mesh(), prices.groups());
     let links: &dyn Links = prices;
     let site_of = |stage: u64| {
@@ -103,10 +133,12 @@ fn held(problem: &Problem, prices: &dyn Prices, tuple: &Tuple, sites: &[(Site, u
         let terms = |site| Terms { links, site, mesh: &mesh, types: tuple.types(problem.types), clip: problem.clip, homes: 1 };
         let lives = sites.iter().zip(floors).map(|(&(site, _), floors)| {
             let terms = terms(site);
-            let bytes = floors[at].bytes();
-            kind.residences(tuple).map(|of| (terms.sync(&bytes, of.states, Home::Together), of.activations)).collect::<Vec<_>>()
+            // With whole backward passes, what residences there are depends on the degrees.
+            known_lives.of((at, site, tuple.degrees()), &floors[at], |bytes| {
+                kind.residences(tuple).map(|of| (terms.sync(bytes, of.states, Home::Together), of.activations)).collect()
+            })
         });
-        let lives: Vec<Vec<(LayerSync, Option<Store>)>> = lives.collect();
+        let lives: Vec<Rc<[(LayerSync, Option<Store>)]>> = lives.collect();
         let storing = |site: Site| move |sync: LayerSync, frame, store| terms(site).storing(sync, frame, Some(store));
         let storing: Vec<_> = sites.iter().map(|&(site, _)| storing(site)).collect();
         let layers = sites.iter().zip(floors).zip(lives.iter().zip(&storing)).map(|((&(site, _), floors), (lives, storing))| {

@@ -68,20 +68,23 @@ pub fn trades(ways: impl Iterator<Item = Way>) -> Vec<Trade> {
     let mut ways: Vec<Way> = ways.collect();
     ways.sort_unstable_by_key(|w| (w.workspace, w.frame, w.time));
     let mut all: Vec<Trade> = Vec::new();
-    for (at, way) in ways.iter().enumerate() {
-        if ways.get(at + 1).is_some_and(|next| next.workspace == way.workspace) {
-            continue;
+    // Of the ways so far: more bytes, less time.
+    let mut corners: Vec<(u64, u64)> = Vec::new();
+    for alike in ways.chunk_by(|a, b| a.workspace == b.workspace) {
+        let mut is_new = false;
+        for way in alike {
+            let after = corners.partition_point(|c| c.0 <= way.frame);
+            if after > 0 && corners[after - 1].1 <= way.time {
+                continue;
+            }
+            // What takes as many bytes or more, and as long or longer.
+            let from = corners.partition_point(|c| c.0 < way.frame);
+            let covered = corners[from..].iter().take_while(|c| c.1 >= way.time).count();
+            corners.splice(from..from + covered, [(way.frame, way.time)]);
+            is_new = true;
         }
-        let mut corners: Vec<(u64, u64)> = ways[..=at].iter().map(|w| (w.frame, w.time)).collect();
-        corners.sort_unstable();
-        let mut least = u64::MAX;
-        corners.retain(|&(_, time)| {
-            let is_less = time < least;
-            least = least.min(time);
-            is_less
-        });
-        if all.last().is_none_or(|last| last.corners != corners) {
-            all.push(Trade { workspace: way.workspace, corners });
+        if is_new {
+            all.push(Trade { workspace: alike[0].workspace, corners: corners.clone() });
         }
     }
     all
@@ -294,6 +297,27 @@ mod tests {
                 let best = stages.into_iter().filter(|s| s.0.iter().sum::<u64>() <= room).map(|s| s.1).min();
                 assert!(best.is_none_or(|best| bound.is_some_and(|bound| bound <= best)), "{ways:?}: {bound:?}, not {best:?} of {count}");
             }
+        }
+    }
+
+    /// By their definition: for each bound on the workspace, the ways under it of which none takes as few bytes and as little time as another.
+    #[test]
+    fn trades_are_the_uncovered_ways_under_each_bound() {
+        let mut random = 11;
+        let mut draw = |to: u64| dplan_ir::splitmix::next(&mut random) % to;
+        for _ in 0..500 {
+            let ways: Vec<Way> = (0..=draw(12)).map(|_| Way { time: draw(8), frame: draw(8), workspace: draw(4) }).collect();
+            let mut want: Vec<Trade> = Vec::new();
+            for workspace in 0..4 {
+                let under = || ways.iter().filter(|w| w.workspace <= workspace).map(|w| (w.frame, w.time));
+                let mut corners: Vec<(u64, u64)> = under().filter(|w| under().all(|o| o == *w || o.0 > w.0 || o.1 > w.1)).collect();
+                corners.sort_unstable();
+                corners.dedup();
+                if want.last().map_or(!corners.is_empty(), |last| last.corners != corners) {
+                    want.push(Trade { workspace, corners });
+                }
+            }
+            assert_eq!(trades(ways.iter().copied()), want, "{ways:?}");
         }
     }
 

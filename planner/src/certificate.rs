@@ -146,7 +146,7 @@ fn record(checked: &mut Checked, faults: &mut Vec<Fault>, tuple: Tuple, claimed:
 
 /// Whether some stage would have to keep more layer inputs than it has room for, however the layers are shared out. Layers whose inputs may wait elsewhere do not count.
 pub(crate) fn is_crowded(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple) -> bool {
-    let inputs: Vec<u64> = (1..problem.layers.len() as u32).map(|layer| prices.boundary_bytes(layer - 1, tuple.shape(Site::ONLY))).collect();
+    let inputs = prices.boundary_bytes(tuple.shape(Site::ONLY));
     let smallest = inputs.iter().copied().min().unwrap_or(0);
     let stays = |kind: usize| problem.kinds[kind].away.iter().all(|away| away.activations.is_none());
     let mut left = problem.layers.iter().skip(1).filter(|&&kind| stays(kind)).count() as u64;
@@ -498,8 +498,7 @@ pub(crate) fn weights(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple)
             return None;
         }
     }
-    let layers = problem.layers.len() as u32;
-    let crossing: Vec<u64> = (0..layers.saturating_sub(1)).map(|l| prices.boundary_bytes(l, tuple.shape(Site::ONLY))).collect();
+    let crossing = prices.boundary_bytes(tuple.shape(Site::ONLY));
     let seat = |stage: u64| prices.groups().seat(tuple.placement, mesh.ranks(), stage);
     // Of each border: the site of the stage before it, and what it adds.
     let message = |c: u64| {

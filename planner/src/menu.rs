@@ -93,9 +93,8 @@ impl Menus {
             rows.add(problem, prices, &tuple, site)?;
         }
         let shape = tuple.shape(sites[0].0);
-        let last = problem.layers.len().saturating_sub(1) as u32;
-        let sizes: Vec<u64> = (0..last).map(|layer| prices.boundary_bytes(layer, shape)).collect();
-        let mut distinct = sizes.clone();
+        let sizes = prices.boundary_bytes(shape);
+        let mut distinct = sizes.to_vec();
         distinct.sort_unstable();
         distinct.dedup();
         let crossing = sizes.iter().map(|s| distinct.partition_point(|d| d < s)).collect();

@@ -49,7 +49,7 @@ pub struct Model<'a> {
     sketches: BTreeMap<(u32, Shape, Vec<Recompute>), Sketch>,
     sketched: BTreeMap<(u32, Site, Key, Vec<Recompute>), Sketch>,
     /// Bytes of each boundary.
-    handed_on: BTreeMap<Shape, Vec<u64>>,
+    handed_on: BTreeMap<Shape, Rc<[u64]>>,
 }
 
 impl<'a> Model<'a> {
@@ -220,20 +220,29 @@ impl Prices for Model<'_> {
         divisors(ranks).filter(|ep| self.experts.is_some_and(|experts| experts.is_multiple_of(*ep)) || *ep == 1).collect()
     }
 
-    fn boundary_bytes(&mut self, layer: u32, shape: Shape) -> u64 {
+    fn boundary_bytes(&mut self, shape: Shape) -> Rc<[u64]> {
         // The same on all devices.
         let shape = Shape { site: Site::ONLY, nested: None, ..shape };
         if let Some(known) = self.handed_on.get(&shape) {
-            return known[layer as usize];
+            return Rc::clone(known);
         }
         let pricing = self.pricing(shape);
-        let block = |&value: &ValueId| {
+        let block = |value: ValueId| {
             let pricing = pricing.as_ref()?;
             let sharding = pricing.boundary_sharding(value)?;
             Some(local_type(&self.graph.values[value].ty, &sharding, &pricing.padded, &pricing.mesh).bytes())
         };
-        let all: Vec<u64> = self.crossing.iter().map(|v| block(v).unwrap_or(0)).collect();
-        self.handed_on.entry(shape).or_insert(all)[layer as usize]
+        // Most layers hand on the same type.
+        let mut last = None;
+        let bytes = |&value: &ValueId| {
+            let ty = &self.graph.values[value].ty;
+            match last {
+                Some((known, bytes)) if known == ty => bytes,
+                _ => last.insert((ty, block(value).unwrap_or(0))).1,
+            }
+        };
+        let all: Rc<[u64]> = self.crossing.iter().map(bytes).collect();
+        Rc::clone(self.handed_on.entry(shape).or_insert(all))
     }
 
     fn device_memory(&self, site: Site) -> Bytes {

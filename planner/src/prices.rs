@@ -142,8 +142,8 @@ pub trait Prices: Links {
     fn contexts(&self, ranks: u64, least_block: u64) -> Vec<u64>;
     /// Degrees of expert parallelism that the model's experts allow.
     fn experts(&self, ranks: u64) -> Vec<u64>;
-    /// Bytes on one rank of the value that a layer hands to the next.
-    fn boundary_bytes(&mut self, layer: u32, shape: Shape) -> u64;
+    /// Bytes on one rank of the value that each layer but the last hands to the next.
+    fn boundary_bytes(&mut self, shape: Shape) -> Rc<[u64]>;
     /// What arena and context share on one device.
     fn device_memory(&self, site: Site) -> Bytes;
     /// What is taken before the first tensor.

@@ -6,7 +6,7 @@
 //! search finds nothing, that value is the tuple's next bound. Pipelines that run all forward passes
 //! first (`gpipe`) cost the same as their one-forward-one-backward twin under the objective and need no less memory, so they are closed with it.
 
-use crate::bound;
+use crate::bound::{self, Lives};
 use crate::expansion::Effort;
 use crate::menu::Menus;
 use crate::prices::{Prices, Reference};
@@ -161,12 +161,18 @@ pub fn explore_below(problem: &Problem, prices: &mut dyn Prices, cut: u64, late:
     let space = tuples(prices, problem.devices, problem.batch, &problem.pins);
     let mut how: Vec<Option<How>> = vec![None; space.len()];
     let mut queue = BinaryHeap::new();
+    // One rank knows neither boundary nor padding.
+    let one = |tuple: &Tuple| Tuple { boundary: None, padding: 0, ..*tuple };
+    let mut floors: BTreeMap<Tuple, u64> = BTreeMap::new();
     for (at, tuple) in space.iter().enumerate() {
         let twin = Tuple { schedule: Schedule::OneFOneB, ..*tuple };
         match space.binary_search(&twin) {
             Ok(twin) if tuple.schedule == Schedule::GPipe => how[at] = Some(How::Twin(twin)),
             _ if bound::is_crowded(problem, prices, tuple) => how[at] = Some(How::Crowded),
-            _ => queue.push(Reverse((bound::floor(problem, prices, tuple), Level::Quick, at))),
+            _ => {
+                let floor = *floors.entry(one(tuple)).or_insert_with_key(|one| bound::floor(problem, prices, one));
+                queue.push(Reverse((floor, Level::Quick, at)));
+            }
         }
     }
     let trend_batches = trend_batches(space.iter().zip(&how).filter(|(_, how)| !matches!(how, Some(How::Crowded))).map(|(tuple, _)| tuple));
@@ -175,8 +181,7 @@ pub fn explore_below(problem: &Problem, prices: &mut dyn Prices, cut: u64, late:
     let mut objective = cut;
     let mut lower_bound = None;
     let mut open: Vec<(u64, usize)> = Vec::new();
-    // One rank knows neither boundary nor padding.
-    let mut by_rank: BTreeMap<Tuple, u64> = BTreeMap::new();
+    let (mut by_rank, mut lives) = (BTreeMap::new(), Lives::default());
     // Out of time without a plan, tuples are followed to their ends one by one: an answer needs some plan.
     let mut dive: Option<Reverse<(u64, Level, usize)>> = None;
     loop {
@@ -193,8 +198,8 @@ pub fn explore_below(problem: &Problem, prices: &mut dyn Prices, cut: u64, late:
         let mut go_on = |entry| if is_late { dive = Some(Reverse(entry)) } else { queue.push(Reverse(entry)) };
         match level {
             Level::Quick => {
-                let one = Tuple { boundary: None, padding: 0, ..space[at] };
-                let fitting = *by_rank.entry(one).or_insert_with(|| bound::fitting(problem, prices, &one, Reference::Rank));
+                let of = |one: &Tuple| bound::fitting(problem, prices, &mut lives, one, Reference::Rank);
+                let fitting = *by_rank.entry(one(&space[at])).or_insert_with_key(of);
                 go_on((fitting.max(bound), Level::Rank, at));
             }
             Level::Rank | Level::Whole | Level::Same => {
@@ -204,7 +209,7 @@ pub fn explore_below(problem: &Problem, prices: &mut dyn Prices, cut: u64, late:
                     Level::Whole => (Reference::Same { sequences }, Level::Same),
                     _ => (Reference::own(&space[at]), Level::Own),
                 };
-                go_on((bound::fitting(problem, prices, &space[at], from).max(bound), next, at));
+                go_on((bound::fitting(problem, prices, &mut lives, &space[at], from).max(bound), next, at));
             }
             Level::Own => match price(problem, prices, space[at], bound).first() {
                 None => how[at] = Some(How::Impossible),

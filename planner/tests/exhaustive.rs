@@ -7,7 +7,7 @@ mod enumeration;
 use dplan_ir::mesh::Keys;
 use dplan_ir::plan::{Offload, Placement, Residence, Schedule, Store};
 use dplan_planner::baselines::{Node, baselines, offloaded_is_quicker};
-use dplan_planner::bound;
+use dplan_planner::bound::{self, Lives};
 use dplan_planner::certificate::check;
 use dplan_planner::infeasible;
 use dplan_planner::integer;
@@ -278,7 +278,13 @@ fn the_certificate_is_checked_by_other_code_and_damage_is_found() {
         for at in 0..outcome.closed.len().min(12) {
             let mut closed = outcome.closed.clone();
             let tuple = closed[at].tuple;
-            let floor = bound::floor(&problem, &mut prices, &tuple).max(bound::fitting(&problem, &mut prices, &tuple, Reference::Rank));
+            let floor = bound::floor(&problem, &mut prices, &tuple).max(bound::fitting(
+                &problem,
+                &mut prices,
+                &mut Lives::default(),
+                &tuple,
+                Reference::Rank,
+            ));
             closed[at].how = How::Floor(objective);
             let caught = check(&problem, &mut prices, objective, objective, &closed).is_err();
             assert!(caught || floor >= objective, "seed {seed}: {:?}", outcome.closed[at]);

@@ -290,8 +290,8 @@ impl Prices for Drawn {
         let ways = allowed().map(|o| Way { time: o.time().0, frame: o.bytes.frame, workspace: o.bytes.workspace });
         Floor { trades: trades(ways).into(), part, buckets: least_buckets(allowed(), tp), reads_back: reads_back(class) }
     }
-    fn boundary_bytes(&mut self, layer: u32, shape: Shape) -> u64 {
-        (200 + 100 * (u64::from(layer) % 2)) * shape.micro_batch
+    fn boundary_bytes(&mut self, shape: Shape) -> Rc<[u64]> {
+        (1..self.classes.len() as u64).map(|layer| (200 + 100 * ((layer - 1) % 2)) * shape.micro_batch).collect()
     }
     fn device_memory(&self, site: Site) -> Bytes {
         Bytes(self.on(site, 6, self.memory))

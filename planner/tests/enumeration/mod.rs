@@ -431,7 +431,7 @@ fn seatings(sizes: &[u64], ranks: u64, stages: u64) -> Vec<Vec<Seat>> {
 fn best_of_tuple(problem: &Problem, prices: &mut Drawn, shape: Shape, degrees: Degrees, order: Order, seats: &[Seat]) -> Option<u64> {
     let classes = prices.classes.clone();
     let count = classes.len();
-    let crossing: Vec<u64> = (0..count.saturating_sub(1)).map(|l| prices.boundary_bytes(l as u32, shape)).collect();
+    let crossing = prices.boundary_bytes(shape);
     let boundary = crossing.iter().copied().max().unwrap_or(0);
     let zeros = match degrees.dp * degrees.cp {
         1 => 0..=0,

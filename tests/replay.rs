@@ -42,7 +42,7 @@ fn published_runs_are_predicted() {
         let mean = summary["sources"][source]["memory_mape"].as_f64().unwrap();
         assert!(mean <= bound, "{source}: mean error of memory {mean:.4}");
     }
-    assert!(summary["fits"]["wrong"].as_u64().unwrap() <= 2 && summary["fits"]["right"].as_u64().unwrap() >= 211, "{}", summary["fits"]);
+    assert!(summary["fits"]["wrong"].as_u64().unwrap() <= 2 && summary["fits"]["right"].as_u64().unwrap() >= 212, "{}", summary["fits"]);
     assert!(summary["all"]["median"].as_f64().unwrap() <= MEDIAN);
     let pairs = &summary["pairs"];
     assert!(pairs["right_order"].as_f64().unwrap() >= ORDERED * pairs["different"].as_f64().unwrap(), "{pairs}");
@@ -60,7 +60,7 @@ const BOUNDS: [(&str, f64); 7] = [
 ];
 
 /// Mean error of memory, of sources that say how they counted.
-const MEMORY_BOUNDS: [(&str, f64); 3] = [("simumax_b200", 0.03), ("bloom_tr11", 0.07), ("nanotron_old_bench", 0.07)];
+const MEMORY_BOUNDS: [(&str, f64); 3] = [("simumax_b200", 0.03), ("bloom_tr11", 0.045), ("nanotron_old_bench", 0.015)];
 const MEDIAN: f64 = 0.05;
 const ORDERED: f64 = 0.92;
 

@@ -78,9 +78,16 @@ impl Certificate {
         }
     }
 
-    /// Where it lies beside a plan and is about one that takes so long: what was asked then.
-    pub fn of_plan(plan: &Path, objective: Nanos) -> Option<Certificate> {
-        Certificate::read(&Certificate::beside(plan)).ok().filter(|c| c.objective == objective.0)
+    /// The certificate beside a plan, if there is one and it is about a plan that takes so long: what was asked then.
+    ///
+    /// # Errors
+    /// As [`Certificate::read`], of a file that is there.
+    pub fn of_plan(plan: &Path, objective: Nanos) -> Result<Option<Certificate>, CertificateError> {
+        let path = Certificate::beside(plan);
+        if !path.exists() {
+            return Ok(None);
+        }
+        Ok(Some(Certificate::read(&path)?).filter(|c| c.objective == objective.0))
     }
 
     /// The space that is spoken of, in words: `without offloading, under the pins tp=4, in 40.00 GiB of each device`.
@@ -267,6 +274,29 @@ fn how_from(name: &str, number: u64) -> Option<How> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_certificate_is_of_the_plan_beside_it_or_says_nothing_and_damage_is_told() {
+        let dir = tempfile::tempdir().unwrap();
+        let plan = dir.path().join("plan.json");
+        let of = |objective| Certificate::of_plan(&plan, Nanos(objective));
+        assert!(of(7).unwrap().is_none());
+        let text = Certificate {
+            batch: 8,
+            pins: Pins::default(),
+            asked: Pins::parse("tp=2").unwrap(),
+            memory_limit: None,
+            objective: 7,
+            lower_bound: 7,
+            closed: vec![],
+        }
+        .to_json();
+        std::fs::write(Certificate::beside(&plan), &text).unwrap();
+        assert_eq!(of(7).unwrap().unwrap().asked.to_string(), "tp=2");
+        assert!(of(8).unwrap().is_none());
+        std::fs::write(Certificate::beside(&plan), &text[..text.len() / 2]).unwrap();
+        assert!(matches!(of(7), Err(CertificateError::Json { .. })));
+    }
 
     #[test]
     fn certificates_read_back() {

@@ -155,6 +155,12 @@ fn explain_says_what_the_next_best_costs_and_why_not_where_the_difference_is() {
     assert!(seconds["step"][1].as_f64() >= seconds["step"][0].as_f64(), "{told}");
     assert_eq!(told["pinned"]["tp"], 4);
     assert!(dplan_ok(&["explain", &plan, "--why-not", "tp=4"]).contains("difference"));
+
+    // A certificate that is there is read, or its damage named: what was asked is not guessed.
+    std::fs::write(dir.join("offloaded.certificate.json"), "{\"dplan_certificate\": 1").unwrap();
+    let output = dplan(&["explain", &offloaded]);
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(2) && error.contains("offloaded.certificate.json:1:"), "{error}");
 }
 
 /// What explain says of another schedule is what compiling under it says.

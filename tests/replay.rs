@@ -42,10 +42,14 @@ fn published_runs_are_predicted() {
         let mean = summary["sources"][source]["memory_mape"].as_f64().unwrap();
         assert!(mean <= bound, "{source}: mean error of memory {mean:.4}");
     }
-    assert!(summary["fits"]["wrong"].as_u64().unwrap() <= 2 && summary["fits"]["right"].as_u64().unwrap() >= 211, "{}", summary["fits"]);
+    assert!(summary["fits"]["wrong"].as_u64().unwrap() <= 2 && summary["fits"]["right"].as_u64().unwrap() >= 212, "{}", summary["fits"]);
     assert!(summary["all"]["median"].as_f64().unwrap() <= MEDIAN);
     let pairs = &summary["pairs"];
     assert!(pairs["right_order"].as_f64().unwrap() >= ORDERED * pairs["different"].as_f64().unwrap(), "{pairs}");
+    // Nothing is left out of the count: pairs of which a source doubts a time are counted apart.
+    let all = |name: &str| pairs[name].as_u64().unwrap();
+    assert_eq!(all("different") + all("doubted"), 647, "{pairs}");
+    assert!(all("right_order") + all("doubted_right_order") >= 600, "{pairs}");
 }
 
 /// Mean error of each source.
@@ -60,9 +64,9 @@ const BOUNDS: [(&str, f64); 7] = [
 ];
 
 /// Mean error of memory, of sources that say how they counted.
-const MEMORY_BOUNDS: [(&str, f64); 3] = [("simumax_b200", 0.03), ("bloom_tr11", 0.07), ("nanotron_old_bench", 0.07)];
+const MEMORY_BOUNDS: [(&str, f64); 3] = [("simumax_b200", 0.03), ("bloom_tr11", 0.045), ("nanotron_old_bench", 0.015)];
 const MEDIAN: f64 = 0.05;
-const ORDERED: f64 = 0.92;
+const ORDERED: f64 = 0.94;
 
 #[test]
 fn what_is_no_table_of_runs_is_refused() {

@@ -7,8 +7,10 @@ use crate::certfile::Certificate;
 use crate::cluster;
 use crate::planfile::PlanFile;
 use crate::profile::{self, CommKernels, analyse};
+use anyhow::Context;
+use dplan_ir::layers;
 use dplan_ir::plan::Plan;
-use dplan_planner::predict::Prediction;
+use dplan_planner::predict::{Prediction, predict};
 use std::path::{Path, PathBuf};
 
 /// Fit the machine description to what was measured, and say how far it is from that: tables, or with `--plan` a recorded run.
@@ -41,7 +43,7 @@ fn from_run(args: &Args, plan: &Path) -> Result<Outcome> {
     let profile = profile::read(&args.measured, &CommKernels::default())?;
     let analysis = analyse::analyse(&profile);
     spinner.set_message("fitting and planning");
-    let asked = asked(plan)?;
+    let asked = asked(plan, &file)?;
     let found = again(&file, &asked, &profile, &analysis)?;
     spinner.finish_and_clear();
     report_run(&file, &asked, &found);
@@ -52,14 +54,12 @@ fn from_run(args: &Args, plan: &Path) -> Result<Outcome> {
     Ok(Outcome::Done)
 }
 
-/// The pins and limits of a plan, if its certificate is beside it.
-fn asked(plan: &Path) -> Result<Asked> {
-    let path = Certificate::beside(plan);
-    if !path.exists() {
-        return Ok(Asked::default());
-    }
-    let Certificate { asked: pins, memory_limit, .. } = Certificate::read(&path)?;
-    Ok(Asked { pins, memory_limit })
+/// The pins and limits of a plan, if its certificate is beside it; one of another plan says nothing of this.
+fn asked(plan: &Path, file: &PlanFile) -> Result<Asked> {
+    let classes = layers::classes(&file.graph);
+    let chosen = predict(&file.graph, &classes, &file.cluster, &file.plan).with_context(|| plan.display().to_string())?;
+    let certificate = Certificate::of_plan(plan, chosen.step)?;
+    Ok(certificate.map_or_else(Asked::default, |Certificate { asked: pins, memory_limit, .. }| Asked { pins, memory_limit }))
 }
 
 fn report_run(file: &PlanFile, asked: &Asked, found: &Again) {

@@ -38,7 +38,7 @@ pub fn run(args: Args) -> Result<Outcome> {
     let pins = args.why_not.as_deref().map(Pins::parse).transpose()?;
     let classes = layers::classes(&file.graph);
     let chosen = predict(&file.graph, &classes, &file.cluster, &file.plan).map_err(|e| anyhow::anyhow!("{}: {e}", args.plan.display()))?;
-    let asked = Asked::of(&args, chosen.step);
+    let asked = Asked::of(&args, chosen.step)?;
     if let Some(pins) = pins {
         return why_not(&file, &classes, &chosen, pins, &asked, &args);
     }
@@ -85,12 +85,12 @@ struct Asked {
 
 impl Asked {
     /// As the certificate beside the plan says, if it is about a plan with such a step; a limit that is given counts before.
-    fn of(args: &Args, step: Nanos) -> Asked {
+    fn of(args: &Args, step: Nanos) -> Result<Asked> {
         let given = args.memory_limit.map(Bytes);
-        match Certificate::of_plan(&args.plan, step) {
+        Ok(match Certificate::of_plan(&args.plan, step)? {
             Some(Certificate { pins, asked, memory_limit, .. }) => Asked { space: Some(pins), pins: asked, memory_limit: given.or(memory_limit) },
             None => Asked { memory_limit: given, ..Asked::default() },
-        }
+        })
     }
 }
 

@@ -5,12 +5,13 @@ use dplan_ir::dtype::DType;
 use dplan_planner::machine::{Cluster, Machine, builtin};
 use dplan_planner::units::{Bytes, PerSecond};
 
-/// The type that devices compute in where nothing is said: CPU ranks f32, other devices 16 bits; f16 where some device has no matrix units for bf16, with the reason.
+/// The type that devices compute in where nothing is said: CPU ranks f32, other devices 16 bits; f16 where some device has no matrix units for
+/// bf16, which shows in less than half the rate (a fitted machine's rates of the two differ by what was measured), with the reason.
 pub fn default_precision(cluster: &Cluster) -> (DType, Option<String>) {
     if cluster.groups().iter().any(is_cpu) {
         return (DType::F32, None);
     }
-    let Some(machine) = cluster.groups().iter().find(|machine| machine.device.peak.bf16 < machine.device.peak.f16) else {
+    let Some(machine) = cluster.groups().iter().find(|machine| has_f16_alone(machine)) else {
         return (DType::Bf16, None);
     };
     let Machine { device, .. } = machine;
@@ -64,6 +65,10 @@ pub fn of_hosts(compiled: &Compiled, limit: Option<Bytes>) -> Option<String> {
     Some(format!("offloading is pinned, and {taken} a device are in the host's memory, of which there is to be {limit}"))
 }
 
+fn has_f16_alone(machine: &Machine) -> bool {
+    machine.device.peak.bf16.0.saturating_mul(2) <= machine.device.peak.f16.0
+}
+
 /// CPU ranks have the memory of the host already.
 pub fn is_cpu(machine: &Machine) -> bool {
     machine.device.name == "cpu"
@@ -83,6 +88,16 @@ mod tests {
         for text in ["v100-32g:8", "h100:8+v100-16g:8"] {
             let (dtype, note) = of(text);
             assert!(dtype == DType::F16 && note.is_some_and(|note| note.contains("125 TFLOP/s in f16, 16 in bf16")), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_device_that_was_measured_a_little_slower_in_bf16_computes_in_it() {
+        let mut h100 = Machine::parse("h100:8").unwrap();
+        let PerSecond(rate) = h100.device.peak.f16;
+        for (bf16, dtype) in [(rate / 20 * 19, DType::Bf16), (rate / 2 + 1, DType::Bf16), (rate / 2, DType::F16)] {
+            h100.device.peak.bf16 = PerSecond(bf16);
+            assert_eq!(default_precision(&h100.clone().into()).0, dtype, "{bf16}");
         }
     }
 

@@ -73,7 +73,10 @@ fn summary_json(scores: &Scores, constants: &Constants, refit: Option<&Refit>) -
     json!({
         "all": score_json(&scores.all),
         "sources": sources,
-        "pairs": { "different": scores.pairs.different, "right_order": scores.pairs.right, "repeated": scores.pairs.repeated },
+        "pairs": {
+            "different": scores.pairs.different, "right_order": scores.pairs.right, "repeated": scores.pairs.repeated,
+            "doubted": scores.pairs.doubted, "doubted_right_order": scores.pairs.doubted_right,
+        },
         "fits": { "right": scores.fits_right, "wrong": scores.fits_wrong, "borderline": scores.fits_borderline },
         "constants": named,
         "left_out_mape": refit.map(|r| &r.left_out),
@@ -142,11 +145,14 @@ fn text(priced: &[Priced<'_>], scores: &Scores, constants: &Constants, refit: Op
     line("all", &scores.all, None);
     let share = |n: usize, of: usize| if of == 0 { 0.0 } else { n as f64 / of as f64 * 100.0 };
     output::say!(
-        "pairs of layouts more than {:.0} % apart: {} of {} in the right order ({:.1} %); {} pairs as far apart are one layout measured twice",
+        "pairs of layouts more than {:.0} % apart: {} of {} in the right order ({:.1} %), and {} of {} with a time that its own source doubts; \
+         {} pairs as far apart are one layout measured twice",
         replay::DIFFERENT * 100.0,
         scores.pairs.right,
         scores.pairs.different,
         share(scores.pairs.right, scores.pairs.different),
+        scores.pairs.doubted_right,
+        scores.pairs.doubted,
         scores.pairs.repeated
     );
     output::say!(

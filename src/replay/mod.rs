@@ -33,6 +33,8 @@ pub struct Measured {
     pub seconds: Option<f64>,
     pub memory: Option<(u64, Counter)>,
     pub out_of_memory: bool,
+    /// Whether its own source doubts the time.
+    pub doubted: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

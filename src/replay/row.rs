@@ -13,6 +13,9 @@ const USUAL_VOCABULARY: u64 = 50_304;
 /// Above what any run has of anything; and a product of four such numbers, of which prices are made, is far from overflow.
 const MOST: u64 = 1 << 20;
 
+/// What the table's notes say of a time that should not be taken as measured: runs that were bimodal, and columns that may be swapped.
+const DOUBTS: [&str; 2] = ["treat timing as unreliable", "the two values may be swapped"];
+
 #[derive(Debug, thiserror::Error)]
 pub enum RowsError {
     #[error("{path}: {source}")]
@@ -49,6 +52,7 @@ pub fn read(path: &str, input: impl Read) -> Result<Vec<Row>, RowsError> {
             seconds: run.as_ref().ok().and_then(|run| seconds(&fields, run)),
             memory: memory(&fields),
             out_of_memory: fields.text("status") == "OOM",
+            doubted: DOUBTS.iter().any(|words| fields.text("notes").contains(words)),
         };
         let group = ["model_name", "layers", "hidden", "heads", "gpu", "n_gpus", "seq_len", "precision"].map(text).join(" · ");
         rows.push(Row { id: text("row_id"), source: text("source_id"), run, measured, group });

@@ -80,6 +80,9 @@ pub struct Pairs {
     pub right: usize,
     /// One layout measured twice, this far apart: nothing to rank, and how far measurements themselves can be trusted.
     pub repeated: usize,
+    /// Pairs of which one's time is doubted by its own source, and those of them that are predicted in its order.
+    pub doubted: usize,
+    pub doubted_right: usize,
 }
 
 /// Of runs and their predicted seconds.
@@ -88,11 +91,18 @@ pub(super) fn pairs<'a>(runs: impl Iterator<Item = (&'a Row, f64)>) -> Pairs {
         run: &'a Run,
         predicted: f64,
         measured: f64,
+        doubted: bool,
     }
     let mut groups: BTreeMap<&str, Vec<Rates<'_>>> = BTreeMap::new();
     for (row, predicted) in runs {
         if let (Ok(run), Some(measured)) = (&row.run, row.measured.seconds) {
-            groups.entry(&row.group).or_default().push(Rates { run, predicted: run.tokens() / predicted, measured: run.tokens() / measured });
+            let doubted = row.measured.doubted;
+            groups.entry(&row.group).or_default().push(Rates {
+                run,
+                predicted: run.tokens() / predicted,
+                measured: run.tokens() / measured,
+                doubted,
+            });
         }
     }
     let mut pairs = Pairs::default();
@@ -106,8 +116,11 @@ pub(super) fn pairs<'a>(runs: impl Iterator<Item = (&'a Row, f64)>) -> Pairs {
                     pairs.repeated += 1;
                     continue;
                 }
-                pairs.different += 1;
-                pairs.right += usize::from(a.predicted.total_cmp(&b.predicted) == a.measured.total_cmp(&b.measured));
+                let right = usize::from(a.predicted.total_cmp(&b.predicted) == a.measured.total_cmp(&b.measured));
+                let (all, ordered) =
+                    if a.doubted || b.doubted { (&mut pairs.doubted, &mut pairs.doubted_right) } else { (&mut pairs.different, &mut pairs.right) };
+                *all += 1;
+                *ordered += right;
             }
         }
     }

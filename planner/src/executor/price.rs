@@ -378,7 +378,7 @@ impl Pass<'_> {
                 let group = self.spread(replicas);
                 let group = if near { Group { nodes: 1, ..group } } else { group };
                 let time = |pattern, bytes: f64| group_time(self.machine, group, pattern, (bytes * parameters) as u64).seconds();
-                let gather = if self.layout.zero == 3 { time(Pattern::AllGather, 2.0) } else { 0.0 };
+                let gather = if self.layout.zero == 3 { time(Pattern::AllGather, 2.0) + self.one_by_one(block, replicas) } else { 0.0 };
                 both = (both.0 + gather, both.1 + gather + time(Pattern::ReduceScatter, self.gradient_bytes()));
             }
             both
@@ -390,6 +390,19 @@ impl Pass<'_> {
             _ => (transfer - work).max(0.0) + near.min(work),
         };
         exposed(whole.0, near.0, ahead.total()) + exposed(whole.1, near.1, back.total())
+    }
+
+    /// What it takes beside the transfer that DeepSpeed's stage 3 of 2021 gathers one parameter at a time, weights and biases of products and norms, and waits for each
+    /// (`partition_parameters.py`, `_allgather_param`): the steps of a ring, which is how NCCL gathers, and, since it gathers into a list with a tensor for each rank,
+    /// a kernel that copies every rank's part there from where it arrived (`ProcessGroupNCCL::allgather`).
+    fn one_by_one(&self, block: Block, replicas: u64) -> f64 {
+        if self.executor != Executor::DeepSpeed {
+            return 0.0;
+        }
+        let products = self.model.attention_products(1.0).len() + self.model.mlp_products(block, 1.0).len();
+        let Group { local, nodes } = self.spread(replicas);
+        let ring = ((local - 1) * nodes) as f64 * self.machine.intra.latency.seconds() + (nodes - 1) as f64 * self.machine.inter.latency.seconds();
+        (2 * products + 4) as f64 * (ring + replicas as f64 * self.launch())
     }
 
     /// Activations and their gradients between stages.
@@ -427,5 +440,55 @@ impl Pass<'_> {
                 fill * if one_node { inside(part) } else { between(part) }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::executor::{Embeddings, Mlp};
+    use crate::units::Nanos;
+
+    /// A GPT's layer has twelve parameters: four weights, four biases, two norms. On 16 ranks of two nodes a ring has 14 steps inside nodes and one between, and
+    /// each parameter is copied by 16 kernels.
+    #[test]
+    fn deepspeed_gathers_the_parameters_of_a_layer_one_by_one() {
+        let model = Decoder {
+            layers: 2,
+            hidden: 1024,
+            heads: 16,
+            kv_heads: 16,
+            head_dim: 64,
+            latent: None,
+            ffn: 4096,
+            mlp: Mlp::Plain,
+            experts: None,
+            vocab: 50304,
+            embeddings: Embeddings::Tied,
+            sequence: 1024,
+        };
+        let layout = Layout {
+            dp: 16,
+            tp: 1,
+            pp: 1,
+            cp: 1,
+            ep: 1,
+            virtual_stages: 1,
+            micro_batch: 1,
+            micro_batches: 1,
+            zero: 3,
+            recompute: Recompute::None,
+            activations: Activations::Replicated,
+            precision: Precision::Half,
+        };
+        let mut machine = Machine::parse("a100-80g:8x2").unwrap();
+        machine.device.launch = Nanos(4_000);
+        machine.intra.latency = Nanos(1_000);
+        machine.inter.latency = Nanos(7_000);
+        let of =
+            |executor| Pass { model: &model, layout: &layout, executor, machine: &machine, device: &machine.device, constants: &Constants::FITTED };
+        let found = of(Executor::DeepSpeed).one_by_one(Block::Dense, 16);
+        assert!((found - 12.0 * (14e-6 + 7e-6 + 64e-6)).abs() < 1e-12, "{found}");
+        assert_eq!(of(Executor::MosaicFsdp).one_by_one(Block::Dense, 16), 0.0);
     }
 }

@@ -113,6 +113,12 @@ fn optimizers(dtype: DType) -> Vec<Launch> {
     Optimizer::ALL.into_iter().map(|o| flat::update(&update(o))).chain([sums]).flat_map(|r| r.launches).collect()
 }
 
+/// What joins parts that go round a ring, where the left one lies and elsewhere.
+fn joins(dtype: DType) -> Vec<Launch> {
+    let of = |left| [flat::join_attention(dtype, 4096, 128, left), flat::join_sums(&[(dtype, 4096)], left)];
+    [flat::Left::InPlace, flat::Left::Elsewhere].into_iter().flat_map(of).flat_map(|r| r.launches).collect()
+}
+
 /// Every kind of chain along rows, of a model's width and of the widest.
 fn chains(dtype: DType) -> Vec<Launch> {
     let mut random = Random(6);
@@ -128,7 +134,7 @@ fn launches(dtype: DType) -> Vec<Launch> {
     let mut random = Random(3);
     let ops = cases(dtype);
     let made = ops.iter().flat_map(|c| make(c, &mut random).routine.launches);
-    let mut all: Vec<Launch> = made.chain(optimizers(dtype)).chain(chains(dtype)).collect();
+    let mut all: Vec<Launch> = made.chain(optimizers(dtype)).chain(joins(dtype)).chain(chains(dtype)).collect();
     all.sort_by(|a, b| (&a.text, a.entry).cmp(&(&b.text, b.entry)));
     all.dedup_by(|a, b| (&a.text, a.entry) == (&b.text, b.entry));
     all

@@ -67,6 +67,16 @@ fn router() {
 }
 
 #[test]
+fn router_scored() {
+    family("router_scored", 16);
+}
+
+#[test]
+fn shared_parts() {
+    family("shared_parts", 17);
+}
+
+#[test]
 fn experts() {
     family("experts", 8);
 }

@@ -213,7 +213,7 @@ fn result(op: &Op, at: usize, dtype: DType) -> DType {
         (Op::SumLeading { .. } | Op::RmsNormGradWeight { .. } | Op::LayerNormGradWeight { .. }, _)
         | (Op::EmbedGrad | Op::AddPositionGrad | Op::CeStats | Op::Mean, _)
         | (Op::Attention(_) | Op::AttentionSink(_), 1)
-        | (Op::SinkGrad | Op::ExpertBiasGrad, _) => dtype.accumulator(),
+        | (Op::SinkGrad | Op::ExpertBiasGrad | Op::CorrectionGrad, _) => dtype.accumulator(),
         _ => dtype,
     }
 }

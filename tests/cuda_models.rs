@@ -54,15 +54,21 @@ const MODEL: &str = r#"{
 
 /// Trains under some plans on two stand-ins of GPUs, beside CPU ranks.
 fn as_on_cpu_ranks(name: &str, forward: &Graph, plans: [&str; 2]) {
+    on_cluster("cpu:2", name, forward, &plans);
+}
+
+/// Trains under some plans on stand-ins of GPUs, as many as a cluster has devices, beside CPU ranks.
+fn on_cluster(cluster: &str, name: &str, forward: &Graph, plans: &[&str]) {
     if shim::compiler().is_none() {
         eprintln!("SKIPPED: no C++ compiler (set CXX, or install g++)");
         return;
     }
-    let plans = plans.map(|pins| {
-        let file = compile(forward, &options("cpu:2", BATCH, DType::F32, pins)).unwrap_or_else(|e| panic!("{pins}: {e}")).file;
+    let plan = |pins: &&str| {
+        let file = compile(forward, &options(cluster, BATCH, DType::F32, pins)).unwrap_or_else(|e| panic!("{pins}: {e}")).file;
         assert_eq!(file.program.micro_batches, 2);
-        (pins, file.graph, file.program)
-    });
+        (pins.to_string(), file.graph, file.program)
+    };
+    let plans: Vec<_> = plans.iter().map(plan).collect();
     let all: Vec<Code> = plans.iter().flat_map(|(_, graph, program)| codes(graph, program, DecayGroups::All, TARGET)).collect();
     let mut library = Library::compile(&scratch(&format!("cuda_models_{name}")), "kernels", kernels(&all)).unwrap_or_else(|e| panic!("{e}"));
     for (pins, graph, program) in plans {
@@ -113,4 +119,26 @@ fn families_without_an_oracle_train_as_on_cpu_ranks() {
         // A sink counts in one turn of a ring.
         as_on_cpu_ranks(&format!("{name}_ring"), &forward, ["cp=2,keys=ring,micro=4", "cp=2,micro=4"]);
     }
+}
+
+/// Collectives of one step after the other, servers, and other links than the usual ones.
+#[test]
+fn gradients_add_up_in_every_way() {
+    let forward = model_from_bytes("model.json", MODEL.as_bytes(), &ImportOptions::default()).unwrap_or_else(|e| panic!("{e}")).graph;
+    let plans = [
+        "dp=4,micro=1,zero=0,sync=hierarchical:2",
+        "dp=4,micro=1,zero=3,sync=hierarchical:2",
+        "dp=4,micro=1,zero=1,sync=tree",
+        "dp=4,micro=1,zero=2,sync=server",
+        "dp=2,tp=2,micro=2,zero=1,sync=server,map=tp.dp",
+    ];
+    on_cluster("cpu:4", "sync", &forward, &plans);
+}
+
+/// Of two ranks of a ring each hands on to the only other one; of three it shows which way keys go.
+#[test]
+fn keys_go_round_the_right_way() {
+    let options = ImportOptions { seq: Some(12), compute: DType::F32, family: None };
+    let forward = model_from_bytes("config.json", GPT_NEOX.as_bytes(), &options).unwrap_or_else(|e| panic!("{e}")).graph;
+    on_cluster("cpu:3", "ring_of_three", &forward, &["cp=3,keys=ring,micro=4"]);
 }

@@ -3,7 +3,7 @@
 mod shim;
 
 use dplan_ir::dtype::DType;
-use dplan_ir::op::{Activation, Attention, Documents, Mask, Op, Pairs, Renormalize, Rope, Rotation, Router};
+use dplan_ir::op::{Activation, Attention, Correction, Documents, GroupScore, Groups, Mask, Op, Pairs, Renormalize, Rope, Rotation, Router, Score};
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::order::Order;
 use dplan_ir::program::Write;
@@ -58,6 +58,12 @@ fn cases(dtype: DType) -> Vec<Case> {
     let rope = Rope::whole(Rotation::Forward, (0..64).map(|i| 1e4f64.powf(-f64::from(i) / 64.0)).collect());
     let part = Rope { pairs: Pairs::Neighbours, start: 64, scale: 1.25, ..Rope::whole(Rotation::Inverse, (1..33).map(f64::from).collect()) };
     let renormalize = Renormalize::Yes;
+    // As DeepSeek-V3 has them.
+    let groups = Some(Groups { count: 8, kept: 4, by: GroupScore::TwoBest });
+    let scored = Router { k: 8, score: Score::Sigmoid, renormalize, groups, correction: Correction::Added, scale: 2.5 };
+    let many = || vec![letter('b', 1), letter('s', 5), letter('e', 256)];
+    let latent = || vec![letter('b', 1), letter('t', 5), letter('g', 8), letter('n', 128), letter('m', 64), letter('d', 192)];
+    let over_heads = || vec![letter('a', 1), letter('b', 2), letter('c', 40), letter('d', 128)];
     let mut all = vec![
         case(Op::GatedGrad(Activation::Silu), &[3, 3, 3], &[3, 3], rows(), dtype),
         case(Op::Act(Activation::GeluTanh), &[3], &[3], rows(), dtype),
@@ -76,6 +82,14 @@ fn cases(dtype: DType) -> Vec<Case> {
         case(Op::CeStatsGrad, &[3, 2, 2, 2, 2], &[3], rows(), dtype),
         case(Op::TopKGate(Router::softmax(2, renormalize)), &[3], &[3], moe(), dtype),
         case(Op::TopKGateGrad(Router::softmax(2, renormalize)), &[3, 3, 3], &[3], moe(), dtype),
+        case(Op::TopKGate(scored), &[3, 1], &[3], many(), dtype),
+        case(Op::TopKGateGrad(scored), &[3, 3, 3], &[3], many(), dtype),
+        case(Op::RmsNorm { eps }, &[4, 2], &[4], over_heads(), dtype),
+        case(Op::RmsNormGradInput { eps }, &[4, 2, 4], &[4], over_heads(), dtype),
+        case(Op::RmsNormGradWeight { eps }, &[4, 4], &[2], over_heads(), dtype),
+        case(Op::Append, &[4, 3], &[4], latent(), dtype),
+        case(Op::AppendGradHead, &[4], &[4], latent(), dtype),
+        case(Op::AppendGradTail, &[4], &[3], latent(), dtype),
         case(Op::Capacity { tokens: 2 }, &[3], &[3], moe(), dtype),
         case(Op::Combine, &[4, 3], &[3], moe(), dtype),
         case(Op::AddExpertBias, &[4, 2, 3], &[4], moe(), dtype),
@@ -113,6 +127,12 @@ fn optimizers(dtype: DType) -> Vec<Launch> {
     Optimizer::ALL.into_iter().map(|o| flat::update(&update(o))).chain([sums]).flat_map(|r| r.launches).collect()
 }
 
+/// What joins parts that go round a ring, where the left one lies and elsewhere.
+fn joins(dtype: DType) -> Vec<Launch> {
+    let of = |left| [flat::join_attention(dtype, 4096, 128, left), flat::join_sums(&[(dtype, 4096)], left)];
+    [flat::Left::InPlace, flat::Left::Elsewhere].into_iter().flat_map(of).flat_map(|r| r.launches).collect()
+}
+
 /// Every kind of chain along rows, of a model's width and of the widest.
 fn chains(dtype: DType) -> Vec<Launch> {
     let mut random = Random(6);
@@ -128,7 +148,7 @@ fn launches(dtype: DType) -> Vec<Launch> {
     let mut random = Random(3);
     let ops = cases(dtype);
     let made = ops.iter().flat_map(|c| make(c, &mut random).routine.launches);
-    let mut all: Vec<Launch> = made.chain(optimizers(dtype)).chain(chains(dtype)).collect();
+    let mut all: Vec<Launch> = made.chain(optimizers(dtype)).chain(joins(dtype)).chain(chains(dtype)).collect();
     all.sort_by(|a, b| (&a.text, a.entry).cmp(&(&b.text, b.entry)));
     all.dedup_by(|a, b| (&a.text, a.entry) == (&b.text, b.entry));
     all

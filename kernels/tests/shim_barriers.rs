@@ -8,6 +8,7 @@ use dplan_ir::order::Order;
 use dplan_ir::program::Write;
 use dplan_kernels::cuda::{Alignment, Launch};
 use dplan_kernels::shim::Library;
+use dplan_kernels::trial::flat;
 use shim::{Case, Prepared, Random, TARGET, folder, letter, make, spec};
 
 fn case(op: Op, ins: &[usize], outs: &[usize], letters: Vec<(char, u64, u64, u64)>, dtype: DType) -> Case {
@@ -47,11 +48,19 @@ fn cases() -> Vec<Case> {
     ]
 }
 
+/// Parts of attention joined where the left one lies: a warp reads what it writes over.
+fn join(random: &mut Random) -> Prepared {
+    let over = |p: &Prepared| {
+        let several = || p.starts[1].values().len() > 8 && p.starts[0].values().len() > 40 * p.starts[1].values().len();
+        p.write == Write::Add && p.routine.launches[0].entry == "dp_join_attention" && several()
+    };
+    (0..1000).map(|_| flat::joins(random)).find(over).expect("among so many there is one")
+}
+
 /// The case with the barrier at `at` of one launch's text taken out.
-fn without(p: &Prepared, launch: usize, at: usize) -> Damaged<'_> {
+fn without<'a>(p: &'a Prepared, launch: usize, at: usize, barrier: &str) -> Damaged<'a> {
     let mut launches = p.routine.launches.clone();
-    let end = at + BARRIER.len();
-    launches[launch].text.replace_range(at..end, ";");
+    launches[launch].text.replace_range(at..at + barrier.len(), ";");
     Damaged { of: p, launches, launch, at }
 }
 
@@ -63,20 +72,24 @@ struct Damaged<'a> {
     at: usize,
 }
 
-const BARRIER: &str = "__syncthreads();";
+/// Of a block, and of a warp.
+const BARRIERS: [&str; 2] = ["__syncthreads();", "__syncwarp();"];
 
 #[test]
 fn a_barrier_that_is_taken_out_is_missed() {
     let Some(dir) = folder("shim_barriers") else { return };
     let mut random = Random(5);
-    let prepared: Vec<Prepared> = cases().iter().map(|c| make(c, &mut random)).collect();
+    let mut prepared: Vec<Prepared> = cases().iter().map(|c| make(c, &mut random)).collect();
+    prepared.push(join(&mut random));
     let mut damaged: Vec<Damaged<'_>> = Vec::new();
     for p in &prepared {
         for (launch, l) in p.routine.launches.iter().enumerate() {
             // A barrier inside the other kernel of a text is that kernel's.
             let start = l.text.find(&format!("({})(", l.entry)).expect("its own kernel");
             let end = l.text[start + 1..].find("DP_KERNEL").map_or(l.text.len(), |e| start + 1 + e);
-            damaged.extend(l.text[start..end].match_indices(BARRIER).map(|(at, _)| without(p, launch, start + at)));
+            for barrier in BARRIERS {
+                damaged.extend(l.text[start..end].match_indices(barrier).map(|(at, _)| without(p, launch, start + at, barrier)));
+            }
         }
     }
     let sound = prepared.iter().flat_map(|p| &p.routine.launches);

@@ -7,7 +7,8 @@ use dplan_ir::program::Write;
 use dplan_kernels::shim::Library;
 use dplan_kernels::trial::draw::{FAMILIES, case};
 use dplan_kernels::trial::flat;
-use shim::{Random, folder, letter, make, same_in_orders};
+use shim::{Prepared, Random, folder, letter, make, same_in_orders};
+use std::path::Path;
 
 const CASES: u64 = 200;
 
@@ -66,6 +67,16 @@ fn router() {
 }
 
 #[test]
+fn router_scored() {
+    family("router_scored", 16);
+}
+
+#[test]
+fn shared_parts() {
+    family("shared_parts", 17);
+}
+
+#[test]
 fn experts() {
     family("experts", 8);
 }
@@ -86,15 +97,28 @@ fn flat_buckets() {
     let mut random = Random(14);
     // An optimizer's steps are a family of their own.
     let trials: Vec<_> = (0..4 * CASES).map(|_| flat::draw(&mut random)).collect();
-    let library = Library::compile(&dir, "flat", trials.iter().flat_map(|p| &p.routine.launches)).unwrap_or_else(|e| panic!("{e}"));
-    for p in &trials {
+    run(&dir, "flat", &trials);
+}
+
+/// What goes round a ring is joined as it comes.
+#[test]
+fn joins() {
+    let Some(dir) = folder("shim_families") else { return };
+    let mut random = Random(15);
+    let trials: Vec<_> = (0..CASES).map(|_| flat::joins(&mut random)).collect();
+    run(&dir, "joins", &trials);
+}
+
+fn run(dir: &Path, name: &str, trials: &[Prepared]) {
+    let library = Library::compile(dir, name, trials.iter().flat_map(|p| &p.routine.launches)).unwrap_or_else(|e| panic!("{e}"));
+    for p in trials {
         let (outs, ran) = p.run(&library, 1).unwrap_or_else(|e| panic!("{}: {e}", p.name));
         p.check(&outs, 1e-5);
         if p.write == Write::Set {
             assert_eq!(ran.unwritten, vec![0; outs.len()], "{}", p.name);
         }
     }
-    same_in_orders(&trials, &library);
+    same_in_orders(trials, &library);
 }
 
 #[test]

@@ -60,10 +60,12 @@ fn kernels_move_little_more_than_they_must() {
     let lamb = flat::update(&flat::Update { optimizer: Optimizer::Lamb, trust: Some(trust), ..update.clone() });
     let flat::Update { state, grad, scale, alignment, stretches, .. } = update;
     let sums = flat::trust_sums(&flat::TrustSums { state, grad, scale, alignment, stretches, trust, parameters: 1 });
+    let (rows, width) = (256, 128);
+    let join = flat::join_attention(DType::Bf16, rows, width, flat::Left::Elsewhere);
     let library = Library::compile(
         &dir,
         "traffic",
-        prepared.iter().flat_map(|(_, p)| &p.routine.launches).chain([&adamw, &lamb, &sums].into_iter().flat_map(|r| &r.launches)),
+        prepared.iter().flat_map(|(_, p)| &p.routine.launches).chain([&adamw, &lamb, &sums, &join].into_iter().flat_map(|r| &r.launches)),
     )
     .unwrap();
     let mut wrong = Vec::new();
@@ -94,5 +96,12 @@ fn kernels_move_little_more_than_they_must() {
     let ins: Vec<&[u8]> = ins.chain([scale.bytes()]).collect();
     let ran = library.run(&sums, &ins, &mut [out.bytes_mut()], &step_scalars(), Options::seeded(1)).unwrap();
     line("LAMB's trust sums", 1.1, ran.moved.read + ran.moved.written, n * 16);
+    // Each part read once, the joined one written.
+    let of = |n: u64| [buffer((n * width) as usize, DType::Bf16), buffer(n as usize, DType::F32)];
+    let (left, right, mut joined) = (of(rows), of(rows), of(rows));
+    let ins: Vec<&[u8]> = left.iter().chain(&right).map(Buffer::bytes).collect();
+    let mut outs: Vec<&mut [u8]> = joined.iter_mut().map(Buffer::bytes_mut).collect();
+    let ran = library.run(&join, &ins, &mut outs, &step_scalars(), Options::seeded(1)).unwrap();
+    line("two parts of attention joined", 1.1, ran.moved.read + ran.moved.written, 3 * rows * (2 * width + 4));
     assert!(wrong.is_empty(), "more traffic than allowed: {wrong:?}");
 }

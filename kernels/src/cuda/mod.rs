@@ -11,6 +11,7 @@
 //! that it was not given and writes every element of its results. Working memory beyond the program's scratch is the routine's `aux`, which the runtime
 //! allocates once for all kernels of a stream.
 
+pub mod append;
 pub mod arch;
 pub mod attention;
 pub mod embed;
@@ -195,8 +196,6 @@ pub fn prepare(d: &Descriptor<'_>) -> Result<Routine, PrepareError> {
             pointwise::sum_leading(&mut b, dims[dims.len() - *keep as usize..].iter().product());
         }
         Op::AddPositionGrad => embed::positions_grad(&mut b, extent(0, 1)),
-        Op::RmsNorm { .. } | Op::RmsNormGradInput { .. } if d.ins[1].dims.len() > 1 => return Err(PrepareError::Missing("norms over heads")),
-        Op::RmsNormGradWeight { .. } if d.outs[0].dims.len() > 1 => return Err(PrepareError::Missing("norms over heads")),
         Op::RmsNorm { .. } | Op::RmsNormGradInput { .. } | Op::LayerNorm { .. } | Op::LayerNormGradInput { .. } | Op::Dropout { .. } => {
             rows::alone(&mut b)?;
         }
@@ -214,10 +213,14 @@ pub fn prepare(d: &Descriptor<'_>) -> Result<Routine, PrepareError> {
         Op::TopKGateGrad(router) if *router == Router::softmax(router.k, router.renormalize) => {
             moe::router_grad(&mut b, router.k, router.renormalize, extent(0, 2))?;
         }
-        Op::TopKGate(_) | Op::TopKGateGrad(_) => return Err(PrepareError::Missing("routers other than a softmax")),
+        Op::TopKGate(router) => moe::scored(&mut b, router, extent(0, 2), moe::Pass::Forward)?,
+        Op::TopKGateGrad(router) => moe::scored(&mut b, router, extent(0, 2), moe::Pass::Backward)?,
         Op::Capacity { tokens } => moe::first_tokens(&mut b, *tokens),
-        Op::CorrectionGrad => return Err(PrepareError::Missing("a router's correction")),
-        Op::Append | Op::AppendGradHead | Op::AppendGradTail => return Err(PrepareError::Missing("keys with a shared part")),
+        // What corrects a choice is moved by no gradient.
+        Op::CorrectionGrad => pointwise::elementwise(&mut b, ("u = acc(0);", None)),
+        Op::Append => append::forward(&mut b, extent(0, 2)),
+        Op::AppendGradHead => append::grad_head(&mut b),
+        Op::AppendGradTail => append::grad_tail(&mut b),
         Op::AddExpertBias => moe::bias(&mut b),
         Op::ExpertBiasGrad => moe::bias_grad(&mut b),
         Op::Dispatch => moe::rows(&mut b, moe::Gated::No),

@@ -1,7 +1,7 @@
 //! Mixture of experts: the router, and rows between tokens and experts.
 
 use dplan_ir::extent::Extent;
-use dplan_ir::op::Renormalize;
+use dplan_ir::op::{Correction, GroupScore, Groups, Renormalize, Router, Score};
 
 use super::embed::{is_zigzag, order_args};
 use super::source::{Builder, Size, int};
@@ -12,6 +12,8 @@ const THREADS: u64 = 256;
 const COLUMNS: u64 = 128;
 /// Most experts that a warp routes to, 32 for each register of a lane.
 const MOST_EXPERTS: u64 = 1024;
+/// Most groups of experts, one for each lane.
+const MOST_GROUPS: u64 = 32;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Gated {
@@ -47,6 +49,40 @@ fn route(
     let mut args: Vec<Arg> = (0..b.d.ins.len()).map(Arg::In).collect();
     args.extend([Arg::Out(0), int(tokens), int(experts.len), int(experts.valid())]);
     b.launch(Family::Router, entry, config.text(&[text]), Size::blocks(tokens.div_ceil(THREADS / 32), THREADS, 0), args);
+    Ok(())
+}
+
+/// Whether a router routes, or takes gradients back.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Pass {
+    Forward,
+    Backward,
+}
+
+/// A router of any score, with groups and a correction if it has them.
+///
+/// # Errors
+/// If there are more experts or groups than a warp can hold, or groups that are not equal.
+pub fn scored(b: &mut Builder<'_>, router: &Router, experts: Extent, pass: Pass) -> Result<(), PrepareError> {
+    let valid = experts.valid();
+    let groups = router.groups.unwrap_or(Groups { count: 0, kept: 0, by: GroupScore::Best });
+    if experts.len > MOST_EXPERTS || groups.count > MOST_GROUPS || groups.count > 0 && !valid.is_multiple_of(groups.count) {
+        return Err(PrepareError::Sizes(format!(
+            "{valid} experts in {} equal groups; at most {MOST_EXPERTS} in {MOST_GROUPS} are routed to",
+            groups.count.max(1)
+        )));
+    }
+    let tokens = b.d.ins[0].elems() / experts.len.max(1);
+    let config = b.config(THREADS).int("L", experts.len.div_ceil(32)).int("K", router.k).flag("RENORMALIZE", router.renormalize == Renormalize::Yes);
+    let config = config.flag("SIGMOID", router.score == Score::Sigmoid).int("GROUPS", groups.count).int("KEPT", groups.kept);
+    let config = config.flag("TWO_BEST", groups.by == GroupScore::TwoBest).flag("CORRECTED", router.correction == Correction::Added);
+    let text = config.real("SCALE", router.scale).text(&[include_str!("text/router_scored.cuh")]);
+    let (entry, operands) = match pass {
+        Pass::Forward => ("dp_router_scored", vec![Arg::In(0), b.input(1)]),
+        Pass::Backward => ("dp_router_scored_grad", vec![Arg::In(0), Arg::In(1), Arg::In(2)]),
+    };
+    let args = operands.into_iter().chain([Arg::Out(0), int(tokens), int(experts.len), int(valid)]).collect();
+    b.launch(Family::Router, entry, text, Size::blocks(tokens.div_ceil(THREADS / 32), THREADS, 0), args);
     Ok(())
 }
 

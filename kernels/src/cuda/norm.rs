@@ -18,7 +18,7 @@ const MOST_GROUPS: u64 = 264;
 /// # Errors
 /// If a row does not fit in the registers of a block.
 pub fn grad_weight(b: &mut Builder<'_>, which: Which, eps: f64) -> Result<(), PrepareError> {
-    let cols = b.d.ins[0].dims.last().copied().unwrap_or(1);
+    let cols = b.d.outs[0].elems();
     let rows = b.d.ins[0].elems() / cols.max(1);
     let pack = b.pack(&[cols]);
     let row = row_threads(cols.div_ceil(pack));

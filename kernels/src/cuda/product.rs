@@ -9,7 +9,7 @@ use dplan_ir::op::Spec;
 use super::arch::Arch;
 use super::library::Matmul;
 use super::source::{Builder, Config, Size, int};
-use super::{Alignment, Arg, Family, PrepareError, TensorMap, moe};
+use super::{Alignment, Arg, Family, PrepareError, Tail, TensorMap, moe};
 use crate::cpu;
 
 /// Sizes and strides of a product.
@@ -245,7 +245,11 @@ fn warps(b: &mut Builder<'_>, s: Shape, grouped: Grouped, t: &Tiles, warp: [u64;
     let threads = t.block[0] / warp[0] * (t.block[1] / warp[1]) * 32;
     let config = config(b, t.block, layout, threads).int("STAGES", t.stages);
     let config = config.flag("ASYNC", layout.packs).int("BK", t.deep).int("WM", warp[0]).int("WN", warp[1]);
-    let text = text(b, config, grouped, &[include_str!("text/tiles.cuh"), include_str!("text/gemm_mma.cuh")]);
+    let product = include_str!("text/gemm_mma.cuh");
+    // With a bias and nothing besides, the assembler for sm_100 would rather have two blocks on a multiprocessor, of 128 registers a thread, and spill.
+    let alone = t.block == [128, 128] && b.d.epilogue.tails == [Tail::Bias];
+    let product = if alone { product.replace("DP_KERNEL(", "DP_KERNEL_ALONE(") } else { product.to_string() };
+    let text = text(b, config, grouped, &[include_str!("text/tiles.cuh"), &product]);
     let tile = |rows: bool, side: u64| if rows { t.deep * (side + 8) } else { side * (t.deep + 8) };
     // Of b, neighbours in k are rows of [n][k]; of a, neighbours in m are rows of [k][m].
     let b_tile = if layout.b_rows { t.block[1] * (t.deep + 8) } else { t.deep * (t.block[1] + 8) };

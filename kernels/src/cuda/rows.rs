@@ -154,8 +154,9 @@ fn most_live(links: &[Link<'_>]) -> u64 {
 fn row_length(links: &[Link<'_>], values: &[(LocalType, Held)], drops: &[Option<Dropped>]) -> Result<u64, PrepareError> {
     let dims = &values[links[0].outs[0]].0.dims;
     let last = dims.last().copied().unwrap_or(1);
-    if links.iter().any(|l| norm_of(l.op).is_some()) {
-        return Ok(last);
+    // Over heads, a norm's weight has several dims, and its rows are as long as all of them.
+    if let Some(weight) = only(links.iter().filter(|l| norm_of(l.op).is_some()).map(|l| values[l.ins[1]].0.elems()), "widths of norms")? {
+        return Ok(weight);
     }
     let bias = only(links.iter().filter(|l| *l.op == Op::AddBias).map(|l| values[l.ins[1]].0.elems()), "biases")?;
     let mut cols = last;

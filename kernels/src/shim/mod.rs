@@ -3,6 +3,8 @@
 //! `shim.h` says how a launch runs and what it checks. Here: any number of texts become one library ([`Library::compile`]), and a [`Routine`] runs on plain
 //! byte buffers ([`Library::run`]) with its working memory and its results' unwritten elements poisoned.
 
+mod sparse;
+
 use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -11,6 +13,8 @@ use std::process::Command;
 use libloading::Library as Dynamic;
 
 use crate::cuda::{Arg, Launch, Routine, TensorMap, source};
+
+pub use sparse::Sparse;
 
 /// Why kernels cannot be compiled or run.
 #[derive(Debug, thiserror::Error)]
@@ -23,6 +27,8 @@ pub enum ShimError {
     Compile { path: PathBuf, log: String },
     #[error("{path}: cannot load")]
     Load { path: PathBuf, source: libloading::Error },
+    #[error("no {bytes} addresses in a row")]
+    Addresses { bytes: usize, source: std::io::Error },
     #[error("`{entry}` was not compiled into this library")]
     Unknown { entry: &'static str },
     #[error("`{entry}`, {what}")]
@@ -36,8 +42,9 @@ pub fn compiler() -> Option<PathBuf> {
     candidates.into_iter().find(|c| Command::new(c).arg("--version").output().is_ok_and(|o| o.status.success()))
 }
 
-/// How texts are compiled. Without SRA: g++ 12 has an internal error in that pass on the norm kernels.
-pub const FLAGS: [&str; 7] = ["-std=c++17", "-O1", "-fPIC", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-fno-tree-sra"];
+/// How texts are compiled. Without SRA: g++ 12 has an internal error in that pass on the norm kernels. Numbers that overflow wrap: a wrong offset is then found out, where a compiler
+/// that counts on none makes loops without an end of it.
+pub const FLAGS: [&str; 8] = ["-std=c++17", "-O1", "-fPIC", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-fno-tree-sra", "-fwrapv"];
 
 /// Compiled kernels, by text and entry.
 pub struct Library {
@@ -50,15 +57,22 @@ pub struct Library {
 pub struct Options {
     /// Of the order of fibers.
     pub seed: u64,
-    /// Blocks of each launch to run, from this one on; all if `None`.
-    pub blocks: Option<(u64, u64)>,
+    pub blocks: Blocks,
     /// Micro-batches of the step before this one.
     pub micro_batch: i64,
 }
 
+/// Which blocks of each launch run.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Blocks {
+    All,
+    /// So many from the end. Working memory is then zero, not poisoned, and what nobody wrote is not counted: both would touch all of it.
+    Last(u64),
+}
+
 impl Options {
     pub fn seeded(seed: u64) -> Options {
-        Options { seed, blocks: None, micro_batch: 0 }
+        Options { seed, blocks: Blocks::All, micro_batch: 0 }
     }
 }
 
@@ -115,28 +129,26 @@ impl Library {
     /// If a kernel touches what it must not, races, or does not end.
     pub fn run(&self, routine: &Routine, ins: &[&[u8]], outs: &mut [&mut [u8]], scalars: &[f64], options: Options) -> Result<Ran, ShimError> {
         let mut memories: Vec<Memory> = Vec::new();
-        let mut writers: Vec<Vec<u64>> = Vec::new();
-        let mut sectors: Vec<Vec<[u32; 2]>> = Vec::new();
+        let (mut writers, mut sectors): (Vec<Sparse>, Vec<Sparse>) = (Vec::new(), Vec::new());
         let step: Vec<u8> = scalars.iter().flat_map(|s| s.to_le_bytes()).collect();
         // An allocation is aligned as a GPU's is, so alignment checks mean something.
-        let mut aux = vec![0xffu8; routine.aux as usize + 256];
-        let skip = aux.as_ptr().align_offset(256);
+        let mut aux = Sparse::new(routine.aux as usize)?;
+        if options.blocks == Blocks::All {
+            aux.bytes_mut().fill(0xff);
+        }
         for bytes in ins.iter().copied().chain([&step[..]]) {
             memories.push(Memory::new(bytes.as_ptr().cast_mut(), bytes.len(), std::ptr::null_mut(), 0));
         }
 
-        let mut writable = |memories: &mut Vec<Memory>, at: *mut u8, len: usize| {
-            writers.push(vec![0; len.div_ceil(2)]);
-            let shadow = writers.last_mut().map_or(std::ptr::null_mut(), |w| w.as_mut_ptr());
-            memories.push(Memory::new(at, len, shadow, 1));
-        };
-        for bytes in outs.iter_mut() {
-            writable(&mut memories, bytes.as_mut_ptr(), bytes.len());
+        for bytes in outs.iter_mut().map(|bytes| &mut **bytes).chain([aux.bytes_mut()]) {
+            let mut shadow = Sparse::new(bytes.len().div_ceil(2) * size_of::<u64>())?;
+            memories.push(Memory::new(bytes.as_mut_ptr(), bytes.len(), shadow.bytes_mut().as_mut_ptr().cast(), 1));
+            writers.push(shadow);
         }
-        writable(&mut memories, aux[skip..].as_mut_ptr(), routine.aux as usize);
         for memory in &mut memories {
-            sectors.push(vec![[0; 2]; memory.bytes as usize / 32 + 1]);
-            memory.sectors = sectors.last_mut().map_or(std::ptr::null_mut(), |s| s.as_mut_ptr());
+            let mut shadow = Sparse::new((memory.bytes as usize / 32 + 1) * size_of::<[u32; 2]>())?;
+            memory.sectors = shadow.bytes_mut().as_mut_ptr().cast();
+            sectors.push(shadow);
         }
         for (number, launch) in routine.launches.iter().enumerate() {
             let index = |arg: &Arg| match *arg {
@@ -160,8 +172,11 @@ impl Library {
             self.call(launch, &args, number as u64 + 1, options)?;
         }
         let moved = memories.iter().fold(Moved::default(), |m, x| Moved { read: m.read + x.read, written: m.written + x.written });
-        let outs = memories[ins.len() + 1..].iter().zip(&writers).take(outs.len());
-        let unwritten = outs.map(|(_, w)| w.iter().filter(|&&w| w == 0).count() as u64 * 2).collect();
+        let unwritten = |w: &Sparse| w.bytes().chunks_exact(size_of::<u64>()).filter(|w| w.iter().all(|&b| b == 0)).count() as u64 * 2;
+        let unwritten = match options.blocks {
+            Blocks::All => writers.iter().take(outs.len()).map(unwritten).collect(),
+            Blocks::Last(_) => Vec::new(),
+        };
         Ok(Ran { moved, unwritten })
     }
 
@@ -217,7 +232,10 @@ impl Library {
         let entry = launch.entry;
         let symbol = self.symbols.get(&(launch.text.clone(), entry)).ok_or(ShimError::Unknown { entry })?;
         let mut error = [0u8; 512];
-        let (first_block, blocks) = options.blocks.unwrap_or((0, u64::MAX));
+        let (first_block, blocks) = match options.blocks {
+            Blocks::All => (0, u64::MAX),
+            Blocks::Last(n) => (u64::from(launch.grid).saturating_sub(n), n),
+        };
         let raw = RawLaunch {
             grid: [launch.grid, 1, 1],
             threads: launch.threads,
@@ -263,7 +281,7 @@ pub enum Operand {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Ran {
     pub moved: Moved,
-    /// Bytes of each result that no thread wrote.
+    /// Bytes of each result that no thread wrote, if all blocks ran.
     pub unwritten: Vec<u64>,
 }
 

@@ -3,7 +3,7 @@
 // One launch runs its blocks one after the other; the threads of a block are fibers of one CPU thread, resumed in an order that is shuffled each time
 // from a seed. A fiber leaves the CPU only at a barrier, a shuffle or another collective of its warp, so a text that lacks a barrier computes something
 // else under some order; and so that no luck is needed, every access to shared memory is checked:
-//   - two threads may touch the same bytes, one of them writing, only with a barrier of the block (or of their warp, if they share it) between;
+//   - two threads may touch the same bytes, one of them writing, only with a barrier of the block (or of their warp, if they share it) between: a shuffle or a vote is none;
 //   - shared memory is poisoned when a block begins, global results and scratch before the first launch;
 //   - each pointer knows the memory it came from, and no access leaves it; inputs are not written; two threads never write one element in one launch;
 //   - a barrier that some thread does not reach ends the launch with an error, as does a collective that half a warp reaches.
@@ -85,8 +85,10 @@ struct Fiber {
 // A barrier of some threads: `generation` grows when all have arrived.
 struct Barrier { uint64_t generation; unsigned arrived; };
 
+// Every collective of a warp holds its lanes together; that what one wrote is there for the others only `__syncwarp` says, whose rounds are counted in `fences`.
 struct Warp {
     Barrier barrier;
+    uint64_t fences;
     const char* at;
     unsigned char exchange[2][32][64];
 };
@@ -219,7 +221,7 @@ inline void run_block() {
         prepare_fiber(i);
         order[i] = i;
     }
-    for (auto& w : S.warps) w.barrier.arrived = 0, w.barrier.generation++;
+    for (auto& w : S.warps) w.barrier.arrived = 0, w.barrier.generation++, w.fences++;
     while (left > 0) {
         bool moved = false;
         for (unsigned i = n - 1; i > 0; i--) std::swap(order[i], order[next_random() % (i + 1)]);
@@ -278,7 +280,7 @@ inline unsigned lane() { return S.current % 32; }
 
 inline void check_shared(uint64_t at, uint64_t bytes, bool write) {
     if (at + bytes > S.launch->shared) fail("shared memory: %llu bytes at %llu of %u", (unsigned long long)bytes, (unsigned long long)at, S.launch->shared);
-    uint64_t block = S.barrier.generation, warp = S.warps[warp_of(S.current)].barrier.generation;
+    uint64_t block = S.barrier.generation, warp = S.warps[warp_of(S.current)].fences;
     int32_t me = int32_t(S.current) + 1;
     for (uint64_t u = at / 2; u < (at + bytes + 1) / 2; u++) {
         Shadow& s = S.shadows[u];
@@ -476,7 +478,11 @@ static inline void __syncthreads() {
     if (dp::S.barrier.arrived + 1 == dp::S.launch->threads) dp::block_synchronised();
     dp::arrive(dp::S.barrier, dp::S.launch->threads, "a barrier of the block");
 }
-static inline void __syncwarp() { dp::exchange(0, "a barrier of the warp"); }
+static inline void __syncwarp() {
+    dp::Warp& w = dp::S.warps[dp::warp_of(dp::S.current)];
+    if (w.barrier.arrived + 1 == 32) w.fences++;
+    dp::exchange(0, "a barrier of the warp");
+}
 template <class T> static inline T dp_shfl(T value, int from) {
     T out;
     memcpy(&out, dp::exchange(value, "a shuffle")[from & 31], sizeof(T));

@@ -1,7 +1,7 @@
 //! Random cases of each family: every op of it, edge sizes and any others, every element type, writing and adding, aligned and not.
 
 use dplan_ir::dtype::DType;
-use dplan_ir::op::{Activation, Attention, Documents, Mask, Op, Pairs, Renormalize, Rope, Rotation, Router};
+use dplan_ir::op::{Activation, Attention, Correction, Documents, GroupScore, Groups, Mask, Op, Pairs, Renormalize, Rope, Rotation, Router, Score};
 use dplan_ir::order::Order;
 use dplan_ir::program::Write;
 
@@ -9,7 +9,7 @@ use super::{Case, Random, TARGET, letter, spec};
 use crate::cuda::{Alignment, Tail};
 
 /// Families, each with what draws a case of it.
-pub const FAMILIES: [(&str, fn(&mut Random) -> Case); 14] = [
+pub const FAMILIES: [(&str, fn(&mut Random) -> Case); 16] = [
     ("pointwise", pointwise),
     ("norm", norm),
     ("columns", columns),
@@ -17,6 +17,8 @@ pub const FAMILIES: [(&str, fn(&mut Random) -> Case); 14] = [
     ("rotary", rotary),
     ("loss", loss),
     ("router", router),
+    ("router_scored", router_scored),
+    ("shared_parts", shared_parts),
     ("experts", experts),
     ("products", products),
     ("products_in_eights", products_in_eights),
@@ -134,7 +136,12 @@ fn pointwise(r: &mut Random) -> Case {
 fn norm(r: &mut Random) -> Case {
     let letters = abc(r, 700);
     let eps = 1e-5;
-    match r.below(6) {
+    // Over heads: the last two dims are one row.
+    let heads = vec![letter('a', r.size(4)), letter('b', r.size(9)), letter('c', r.size(9)), letter('d', r.size(70))];
+    match r.below(9) {
+        6 => case(r, Op::RmsNorm { eps }, &[4, 2], &[4], heads),
+        7 => case(r, Op::RmsNormGradInput { eps }, &[4, 2, 4], &[4], heads),
+        8 => case(r, Op::RmsNormGradWeight { eps }, &[4, 4], &[2], heads),
         0 => case(r, Op::RmsNorm { eps }, &[3, 1], &[3], letters),
         1 => case(r, Op::RmsNormGradInput { eps }, &[3, 1, 3], &[3], letters),
         2 => case(r, Op::RmsNormGradWeight { eps }, &[3, 3], &[1], letters),
@@ -212,6 +219,45 @@ fn router(r: &mut Random) -> Case {
         return Case { top_k: k, order, ..case(r, op, &[3], &[3], letters) };
     }
     Case { top_k: k, ..case(r, op, ins, &[3], letters) }
+}
+
+/// Routers of any score, in groups or not, corrected or not.
+fn router_scored(r: &mut Random) -> Case {
+    let score = [Score::Softmax, Score::Sigmoid][r.below(2) as usize];
+    let by = [GroupScore::Best, GroupScore::TwoBest][r.below(2) as usize];
+    let groups = [None, Some(Groups { count: 4, kept: 2, by }), Some(Groups { count: 8, kept: 3, by })][r.below(3) as usize];
+    let correction = [Correction::No, Correction::Added][r.below(2) as usize];
+    let renormalize = [Renormalize::No, Renormalize::Yes][r.below(2) as usize];
+    let experts = groups.map_or(1, |g| g.count) * r.size(9);
+    let letters = vec![letter('b', r.size(3)), letter('s', r.size(20)), letter('e', experts)];
+    // As many as there are to choose from, at most.
+    let router = Router { k: 1 + r.below(experts.min(6)), score, renormalize, groups, correction, scale: [1.0, 2.5][r.below(2) as usize] };
+    let ins: &[usize] = if correction == Correction::Added { &[3, 1] } else { &[3] };
+    let drawn = match r.below(5) {
+        0..=2 => case(r, Op::TopKGate(router), ins, &[3], letters),
+        3 => case(r, Op::TopKGateGrad(router), &[3, 3, 3], &[3], letters),
+        _ => case(r, Op::CorrectionGrad, &[3], &[1], letters),
+    };
+    Case { top_k: router.k, ..drawn }
+}
+
+/// Keys of heads with a part that all share, and what goes back to both.
+fn shared_parts(r: &mut Random) -> Case {
+    let (own, shared, heads) = (r.size(40), r.size(40), r.size(9));
+    let valid = 1 + r.below(heads);
+    let letters = vec![
+        letter('b', r.size(3)),
+        letter('t', r.size(20)),
+        ('g', 0, heads, valid),
+        letter('n', own),
+        letter('m', shared),
+        letter('d', own + shared),
+    ];
+    match r.below(3) {
+        0 => case(r, Op::Append, &[4, 3], &[4], letters),
+        1 => case(r, Op::AppendGradHead, &[4], &[4], letters),
+        _ => case(r, Op::AppendGradTail, &[4], &[3], letters),
+    }
 }
 
 fn experts(r: &mut Random) -> Case {

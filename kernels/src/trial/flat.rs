@@ -7,7 +7,7 @@ use dplan_ir::optimizer::{Optimizer, trust_ratio, trust_terms, update};
 use dplan_ir::program::Write;
 
 use super::{Buffer, Prepared, Random, round, step};
-use crate::cuda::flat::{self, Trust, TrustSums, Update, Way};
+use crate::cuda::flat::{self, Left, Trust, TrustSums, Update, Way};
 use crate::cuda::{Alignment, Routine};
 
 /// Most elements of a bucket.
@@ -30,6 +30,16 @@ pub fn draw(r: &mut Random) -> Prepared {
         10 => t.merge(),
         _ => t.blocks(),
     }
+}
+
+/// Two parts of one value, joined: sums of several values, or attention over other keys.
+pub fn joins(r: &mut Random) -> Prepared {
+    let (n, alignment) = (r.size(MOST), [Alignment::Packs, Alignment::Elements][r.below(2) as usize]);
+    let left = [Left::InPlace, Left::Elsewhere][r.below(2) as usize];
+    let dtype = [DType::F32, DType::Bf16, DType::F16, DType::F64][r.below(4) as usize];
+    let kind = r.below(3);
+    let mut t = Trial { r, n, alignment };
+    if kind == 0 { t.join_sums(dtype, left) } else { t.join_attention(dtype, left) }
 }
 
 struct Trial<'a> {
@@ -211,5 +221,65 @@ impl Trial<'_> {
         }
         let outs = vec![(dtype, self.before(x.len()), want)];
         self.prepared(&format!("{way:?} {outer} x {parts} x {len}"), flat::blocks(dtype, outer, parts, len, way), &[(dtype, &x)], outs, Write::Set)
+    }
+
+    /// What a kernel finds where the left part is, and where the result goes: the part, and what nobody may read.
+    fn sides(left: Left, part: Vec<f64>) -> [Vec<f64>; 2] {
+        let nothing = vec![f64::NAN; part.len()];
+        match left {
+            Left::InPlace => [nothing, part],
+            Left::Elsewhere => [part, nothing],
+        }
+    }
+    fn write(left: Left) -> Write {
+        match left {
+            Left::InPlace => Write::Add,
+            Left::Elsewhere => Write::Set,
+        }
+    }
+
+    fn join_sums(&mut self, dtype: DType, left: Left) -> Prepared {
+        let sizes: Vec<u64> = (0..1 + self.r.below(3)).map(|_| self.r.size(self.n)).collect();
+        let types: Vec<(DType, u64)> = sizes.iter().map(|&n| (dtype, n)).collect();
+        let mut parts = || sizes.iter().map(|&n| self.numbers(n, [-2.0, 2.0], dtype)).collect::<Vec<_>>();
+        let (x, y) = (parts(), parts());
+        let (mut ins, mut outs) = (Vec::new(), Vec::new());
+        for (x, y) in x.into_iter().zip(&y) {
+            let sums = x.iter().zip(y).map(|(a, b)| a + b).collect();
+            let [elsewhere, before] = Trial::sides(left, x);
+            ins.push(elsewhere);
+            outs.push((dtype, before, sums));
+        }
+        let ins: Vec<(DType, &[f64])> = ins.iter().chain(&y).map(|values| (dtype, &values[..])).collect();
+        self.prepared(&format!("joined sums of {types:?}, {left:?}"), flat::join_sums(&types, left), &ins, outs, Trial::write(left))
+    }
+
+    fn join_attention(&mut self, dtype: DType, left: Left) -> Prepared {
+        let (width, acc) = (self.r.size(140), dtype.accumulator());
+        let rows = self.n.div_ceil(width);
+        let [of_left, of_right] = [0; 2].map(|_| self.numbers(rows * width, [-2.0, 2.0], dtype));
+        // Of rows that see nothing, o is zero and lse is minus infinity.
+        let [(of_left, l), (of_right, r)] = [of_left, of_right].map(|mut o| {
+            let mut lse = self.numbers(rows, [-9.0, 9.0], acc);
+            for (lse, o) in lse.iter_mut().zip(o.chunks_exact_mut(width as usize)) {
+                if self.r.below(4) == 0 {
+                    *lse = f64::NEG_INFINITY;
+                    o.fill(0.0);
+                }
+            }
+            (o, lse)
+        });
+        let lse: Vec<f64> = l.iter().zip(&r).map(|(l, r)| (l.exp() + r.exp()).ln()).collect();
+        let joined = |at: usize| {
+            let row = at / width as usize;
+            let share = |lse_of: f64| if lse[row] == f64::NEG_INFINITY { 0.0 } else { (lse_of - lse[row]).exp() };
+            of_left[at] * share(l[row]) + of_right[at] * share(r[row])
+        };
+        let o: Vec<f64> = (0..of_left.len()).map(joined).collect();
+        let ([o_left, o_before], [l, lse_before]) = (Trial::sides(left, of_left), Trial::sides(left, l));
+        let ins = [(dtype, &o_left[..]), (acc, &l), (dtype, &of_right), (acc, &r)];
+        let outs = vec![(dtype, o_before, o), (acc, lse_before, lse)];
+        let name = format!("joined attention of {rows} x {width} {dtype}, {left:?}");
+        self.prepared(&name, flat::join_attention(dtype, rows, width, left), &ins, outs, Trial::write(left))
     }
 }

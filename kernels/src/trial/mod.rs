@@ -6,6 +6,7 @@
 pub mod chains;
 pub mod draw;
 pub mod flat;
+pub mod large;
 
 use crate::cpu::block::{Block, BlockMut};
 use crate::cpu::{Kernel, Run, Threads};
@@ -212,7 +213,7 @@ fn result(op: &Op, at: usize, dtype: DType) -> DType {
         (Op::SumLeading { .. } | Op::RmsNormGradWeight { .. } | Op::LayerNormGradWeight { .. }, _)
         | (Op::EmbedGrad | Op::AddPositionGrad | Op::CeStats | Op::Mean, _)
         | (Op::Attention(_) | Op::AttentionSink(_), 1)
-        | (Op::SinkGrad | Op::ExpertBiasGrad, _) => dtype.accumulator(),
+        | (Op::SinkGrad | Op::ExpertBiasGrad | Op::CorrectionGrad, _) => dtype.accumulator(),
         _ => dtype,
     }
 }
@@ -253,25 +254,58 @@ pub fn cpu(case: &Case, x: &[f64]) -> Vec<f64> {
     y.into_iter().map(f64::from).collect()
 }
 
-pub fn make(case: &Case, random: &mut Random) -> Prepared {
-    let Case { op, ranks: (in_ranks, out_ranks), letters, dtype, .. } = case;
-    let rule = rule(op, in_ranks, out_ranks);
-    let extent = |label: char| {
-        let of = letters.iter().find(|l| l.0 == label);
-        of.map(|&(_, start, len, logical)| Extent { start, len, logical }).unwrap_or_else(|| panic!("{op:?} has no {label}"))
-    };
-    let context = context(case);
+/// The blocks of a case, and which factors lie along their dims.
+struct Typed {
+    context: OpContext,
+    labels: [Vec<Vec<char>>; 2],
+    ins: Vec<LocalType>,
+    outs: Vec<LocalType>,
+    /// Operands of what follows a product.
+    extras: Vec<LocalType>,
+}
+
+fn typed(case: &Case) -> Typed {
+    let Case { op, ranks: (in_ranks, out_ranks), dtype, .. } = case;
+    let (rule, context) = (rule(op, in_ranks, out_ranks), context(case));
+    let labels = [rule.ins, rule.outs.into_iter().map(|(labels, _)| labels).collect()];
     let local = |labels: &Vec<char>, dtype: DType| LocalType {
         dtype,
-        dims: labels.iter().map(|&l| extent(l).len).collect(),
+        dims: labels.iter().map(|&l| context.extent(l).len).collect(),
         layout: if labels.len() > 3 && labels.starts_with(&['b', 's', 'e']) { Layout::TopK { k: case.top_k, capacity: None } } else { Layout::Dense },
-        experts: letters.iter().find(|l| l.0 == 'e').map_or(0, |l| l.3),
+        experts: case.letters.iter().find(|l| l.0 == 'e').map_or(0, |l| l.3),
     };
-    let in_types: Vec<LocalType> = rule.ins.iter().enumerate().map(|(i, l)| local(l, operand(op, i, *dtype))).collect();
-    let mut out_types: Vec<LocalType> = rule.outs.iter().enumerate().map(|(i, (l, _))| local(l, result(op, i, *dtype))).collect();
+    let ins = labels[0].iter().enumerate().map(|(i, l)| local(l, operand(op, i, *dtype))).collect();
+    let mut outs: Vec<LocalType> = labels[1].iter().enumerate().map(|(i, l)| local(l, result(op, i, *dtype))).collect();
     if let Some(out) = case.out {
-        out_types[0].dtype = out;
+        outs[0].dtype = out;
     }
+    let extras = case.tails.iter().filter_map(|tail| tail.operand()).map(|lies| {
+        let dims = if lies == Lies::Row { outs[0].dims[outs[0].dims.len() - 1..].to_vec() } else { outs[0].dims.clone() };
+        LocalType { dtype: *dtype, dims, ..outs[0].clone() }
+    });
+    let extras = extras.collect();
+    Typed { context, labels, ins, outs, extras }
+}
+
+/// The kernels of a case.
+fn routine(case: &Case, t: &Typed) -> Routine {
+    let d = Descriptor {
+        op: &case.op,
+        context: &t.context,
+        ins: &t.ins,
+        outs: &t.outs,
+        write: case.write,
+        alignment: case.alignment,
+        target: case.target,
+        epilogue: Epilogue { tails: &case.tails, operands: &t.extras },
+    };
+    prepare(&d).unwrap_or_else(|e| panic!("{:?}: {e}", case.op))
+}
+
+pub fn make(case: &Case, random: &mut Random) -> Prepared {
+    let Case { op, letters, dtype, .. } = case;
+    let typed = typed(case);
+    let Typed { context, ins: in_types, outs: out_types, extras: extra_types, .. } = &typed;
     let gate_at = match op {
         Op::Capacity { .. } => Some(0),
         Op::TopKGateGrad(_) | Op::Dispatch | Op::Undispatch | Op::Combine | Op::CombineGradRows | Op::ExpertBiasGrad => Some(1),
@@ -303,7 +337,7 @@ pub fn make(case: &Case, random: &mut Random) -> Prepared {
             }
             let elems = ty.dims.iter().product::<u64>();
             let values = match op {
-                Op::Attention(_) | Op::AttentionGrad(_) | Op::AttentionSink(_) if ty.dtype == DType::I32 => begins(&context, ty.dims[0], random),
+                Op::Attention(_) | Op::AttentionGrad(_) | Op::AttentionSink(_) if ty.dtype == DType::I32 => begins(context, ty.dims[0], random),
                 _ => (0..elems).map(|_| if ty.dtype == DType::I32 { random.below(vocabulary) as f64 } else { number(random, ty.dtype) }).collect(),
             };
             let dense = Tensor::dense(&ty.dims, values);
@@ -316,7 +350,7 @@ pub fn make(case: &Case, random: &mut Random) -> Prepared {
     // Probabilities that the way back computes again are none if o and lse are not of these operands.
     if let Op::AttentionGrad(a) = op {
         let forward: Vec<&Tensor> = ins.iter().take(3).chain(ins.iter().skip(6)).collect();
-        let made = eval(&Op::Attention(*a), &context, &forward, &in_types[3..5]);
+        let made = eval(&Op::Attention(*a), context, &forward, &in_types[3..5]);
         for (at, made) in (3..5).zip(made) {
             ins[at] = Tensor::dense(&in_types[at].dims, made.data.iter().map(|&x| round(x, in_types[at].dtype)).collect());
         }
@@ -330,10 +364,11 @@ pub fn make(case: &Case, random: &mut Random) -> Prepared {
         });
         with.collect()
     };
-    let row = rule.outs.first().and_then(|(labels, _)| labels.last()).map_or(1, |&l| extent(l).len);
-    let evaluated = eval(op, &context, &refs, &out_types);
+    let evaluated = eval(op, context, &refs, out_types);
     let product = evaluated.first().cloned();
-    let (made, extras) = follow(case, &context, evaluated, &out_types, row, &mut |dtype| number(random, dtype));
+    let extras: Vec<Tensor> =
+        extra_types.iter().map(|ty| Tensor::dense(&ty.dims, (0..ty.elems()).map(|_| number(random, ty.dtype)).collect())).collect();
+    let made = follow(case, context, evaluated, out_types, &extras);
     let want = add(made);
     let mut bounds: Vec<Option<Vec<f64>>> = vec![None; out_types.len()];
     match op {
@@ -343,35 +378,23 @@ pub fn make(case: &Case, random: &mut Random) -> Prepared {
             if let Some(gate) = &gate {
                 positive[2] = gate.clone();
             }
-            let terms: f64 = spec.left.chars().filter(|l| !spec.out.contains(*l)).map(|l| extent(l).len as f64).product();
-            let sums = eval(op, &context, &positive.iter().collect::<Vec<_>>(), &out_types).swap_remove(0).data;
+            let terms: f64 = spec.left.chars().filter(|l| !spec.out.contains(*l)).map(|l| context.extent(l).len as f64).product();
+            let sums = eval(op, context, &positive.iter().collect::<Vec<_>>(), out_types).swap_remove(0).data;
             let unit = 8.0 * terms.sqrt().max(1.0) * UNIT;
-            let follows = of_tails(case, &context, product, &extras, &out_types, sums.iter().map(|s| unit * s).collect());
+            let follows = of_tails(case, context, product, &extras, out_types, sums.iter().map(|s| unit * s).collect());
             bounds[0] = Some(follows.iter().zip(&want[0]).map(|(e, w)| e + unit * w.abs()).collect());
         }
         Op::Attention(a) | Op::AttentionGrad(a) | Op::AttentionSink(a) if dtype.size() == 2 => {
-            bounds = attention_bounds(op, a, &context, &ins, *dtype)
+            bounds = attention_bounds(op, a, context, &ins, *dtype)
         }
         _ => {}
     }
-    let extra_types: Vec<LocalType> = extras.iter().map(|(_, ty)| ty.clone()).collect();
-    let d = Descriptor {
-        op,
-        context: &context,
-        ins: &in_types,
-        outs: &out_types,
-        write: case.write,
-        alignment: case.alignment,
-        target: case.target,
-        epilogue: Epilogue { tails: &case.tails, operands: &extra_types },
-    };
-    let routine = prepare(&d).unwrap_or_else(|e| panic!("{op:?}: {e}"));
     let buffer = |values: &[f64], dtype: DType| Buffer::new(values, dtype, case.alignment);
     Prepared {
         name: format!("{op:?} {:?} {dtype} {:?} {:?} {letters:?}", case.tails, case.write, case.alignment),
-        ins: ins.iter().zip(&in_types).chain(extras.iter().map(|(t, ty)| (t, ty))).map(|(t, ty)| buffer(&t.data, ty.dtype)).collect(),
-        starts: starts.iter().zip(&out_types).map(|(s, ty)| buffer(s, ty.dtype)).collect(),
-        routine,
+        ins: ins.iter().zip(in_types).chain(extras.iter().zip(extra_types)).map(|(t, ty)| buffer(&t.data, ty.dtype)).collect(),
+        starts: starts.iter().zip(out_types).map(|(s, ty)| buffer(s, ty.dtype)).collect(),
+        routine: routine(case, &typed),
         want,
         bounds,
         write: case.write,
@@ -387,15 +410,8 @@ const OF_VALUE: f64 = 8.0;
 const OF_SLOPE: f64 = 16.0;
 
 /// What a product's sums may be off by, `error`, once all that follows is done: e' = |T'| e + what T itself rounds.
-fn of_tails(
-    case: &Case,
-    context: &OpContext,
-    product: Option<Tensor>,
-    extras: &[(Tensor, LocalType)],
-    out_types: &[LocalType],
-    mut error: Vec<f64>,
-) -> Vec<f64> {
-    let (Some(mut x), mut others) = (product, extras.iter().map(|(y, _)| y)) else { return error };
+fn of_tails(case: &Case, context: &OpContext, product: Option<Tensor>, extras: &[Tensor], out_types: &[LocalType], mut error: Vec<f64>) -> Vec<f64> {
+    let (Some(mut x), mut others) = (product, extras.iter()) else { return error };
     for tail in &case.tails {
         let y = tail.operand().and_then(|_| others.next());
         let next = apply(*tail, context, &x, y, out_types);
@@ -431,28 +447,14 @@ fn apply(tail: Tail, context: &OpContext, x: &Tensor, y: Option<&Tensor>, out_ty
     eval(&op, context, &operands, out_types).swap_remove(0)
 }
 
-/// What the ops that follow a product make of its result, and their operands: `row` long where they lie as its rows do.
-fn follow(
-    case: &Case,
-    context: &OpContext,
-    mut made: Vec<Tensor>,
-    out_types: &[LocalType],
-    row: u64,
-    number: &mut dyn FnMut(DType) -> f64,
-) -> (Vec<Tensor>, Vec<(Tensor, LocalType)>) {
-    let mut extras: Vec<(Tensor, LocalType)> = Vec::new();
+/// What the ops that follow a product make of its result.
+fn follow(case: &Case, context: &OpContext, mut made: Vec<Tensor>, out_types: &[LocalType], extras: &[Tensor]) -> Vec<Tensor> {
+    let mut others = extras.iter();
     for tail in &case.tails {
-        let x = made.swap_remove(0);
-        let other = tail.operand().map(|lies| {
-            let dims = if lies == Lies::Row { vec![row] } else { out_types[0].dims.clone() };
-            let ty = LocalType { dtype: case.dtype, dims, ..out_types[0].clone() };
-            let y = Tensor::dense(&ty.dims, (0..ty.elems()).map(|_| number(case.dtype)).collect());
-            extras.push((y.clone(), ty));
-            y
-        });
-        made = vec![apply(*tail, context, &x, other.as_ref(), out_types)];
+        let y = tail.operand().and_then(|_| others.next());
+        made = vec![apply(*tail, context, &made[0], y, out_types)];
     }
-    (made, extras)
+    made
 }
 
 impl Prepared {

@@ -39,6 +39,7 @@ pub fn run(cases: u64) -> Result<Outcome> {
     }
     let mut random = Random(14);
     wrong.extend(family_of(&mut solo, "flat buckets", (0..cases).map(|_| flat::draw(&mut random))));
+    wrong.extend(family_of(&mut solo, "joined parts", (0..cases).map(|_| flat::joins(&mut random))));
     wrong.extend(family_of(&mut solo, "chains along rows", (0..cases).map(|_| joined(&mut random).together)));
     match lacks {
         Some(why) => output::say!("\nProducts by a library were not tried: {why}"),

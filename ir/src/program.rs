@@ -20,6 +20,9 @@
 //! Members issue the collectives of one communicator in one order. `Send` and `Recv` pair ranks of two stages with the same local rank; each ordered pair of stages
 //! and each [`Channel`] is a first-in-first-out communicator of its own; a send completes when its receive has the bytes (rendezvous).
 //!
+//! **Updates.** A program updates parameters once a step or behind every micro-batch ([`Updates`]). In the latter case the step is a window of as many updates, and parameters that a
+//! backward pass still needs are put by, one slot for each micro-batch in flight but the one that begins.
+//!
 //! **Flat buckets.** Parameters of one layer that are sharded alike and synchronised alike are laid out one after the other in a *bucket*. Its roles
 //! (parameters, master copy, gradients, moments) are flat buffers with the same element offsets, whole or cut into equal pieces over data-parallel axes
 //! (ZeRO); piece boundaries need not respect tensors. Padding elements are zero.
@@ -77,6 +80,36 @@ impl Space {
     }
 }
 
+/// When parameters are updated, and with what.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+pub enum Updates {
+    /// Once a step, with the gradients of all micro-batches.
+    #[default]
+    Step,
+    /// Behind the backward pass of every micro-batch, with that micro-batch's gradient alone ([`crate::pipeline`] says what the others then work with).
+    MicroBatch,
+}
+
+impl Updates {
+    pub const ALL: [Updates; 2] = [Updates::Step, Updates::MicroBatch];
+    pub fn name(self) -> &'static str {
+        match self {
+            Updates::Step => "step",
+            Updates::MicroBatch => "micro_batch",
+        }
+    }
+    pub fn from_name(name: &str) -> Option<Updates> {
+        Updates::ALL.into_iter().find(|u| u.name() == name)
+    }
+    /// Updates of a step.
+    pub fn count(self, micro_batches: u64) -> u64 {
+        match self {
+            Updates::Step => 1,
+            Updates::MicroBatch => micro_batches,
+        }
+    }
+}
+
 /// The programs of all stages.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct Program {
@@ -85,12 +118,21 @@ pub struct Program {
     pub padded: Padded,
     pub micro_batches: u64,
     pub optimizer: Option<Optimizer>,
+    pub updates: Updates,
     pub stages: Vec<StageProgram>,
 }
 
 impl Program {
     pub fn ranks(&self) -> u64 {
         self.mesh.ranks() * self.stages.len() as u64
+    }
+
+    /// The version of a stage's parameters that the passes of a micro-batch work with: how many updates of the step have made it.
+    pub fn version(&self, stage: usize, micro_batch: u64) -> u64 {
+        match self.updates {
+            Updates::Step => 0,
+            Updates::MicroBatch => micro_batch.saturating_sub((self.stages.len() - 1 - stage) as u64),
+        }
     }
 }
 
@@ -440,7 +482,8 @@ pub enum Instr {
     Zero {
         dst: BufferId,
     },
-    /// dst ← src, of which one is in the device's memory and the other is not: a flat buffer, whole or a piece; or a frame.
+    /// dst ← src, of which one is in the device's memory and the other is not: a flat buffer, whole or a piece; or a frame. Of whole parameters both may be in the device's memory:
+    /// a version is put by before it is updated.
     Copy {
         src: BufferId,
         dst: BufferId,
@@ -526,10 +569,14 @@ pub enum SegmentKind {
     BackwardWeightLast,
     /// Norm, clip, optimizer, parameter gathers.
     Update,
+    /// Puts parameters by for the backward pass of a micro-batch.
+    Stash,
+    /// End of a step of many updates: what comes once.
+    End,
 }
 
 impl SegmentKind {
-    pub const ALL: [SegmentKind; 8] = [
+    pub const ALL: [SegmentKind; 10] = [
         SegmentKind::Begin,
         SegmentKind::Forward,
         SegmentKind::Backward,
@@ -538,6 +585,8 @@ impl SegmentKind {
         SegmentKind::BackwardWeight,
         SegmentKind::BackwardWeightLast,
         SegmentKind::Update,
+        SegmentKind::Stash,
+        SegmentKind::End,
     ];
     pub fn name(self) -> &'static str {
         match self {
@@ -549,6 +598,8 @@ impl SegmentKind {
             SegmentKind::BackwardWeight => "backward_weight",
             SegmentKind::BackwardWeightLast => "backward_weight_last",
             SegmentKind::Update => "update",
+            SegmentKind::Stash => "stash",
+            SegmentKind::End => "end",
         }
     }
     pub fn from_name(name: &str) -> Option<SegmentKind> {
@@ -562,7 +613,7 @@ pub struct Segment {
     pub body: Vec<Issue>,
 }
 
-/// Run a segment for a micro-batch (0 for `Begin` and `Update`).
+/// Run a segment for a micro-batch (0 for `Begin`, `End`, and an `Update` that is the only one of the step).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Call {
     pub segment: SegmentId,

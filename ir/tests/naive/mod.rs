@@ -131,6 +131,7 @@ impl<'a> Lowering<'a> {
             padded: self.padded.clone(),
             micro_batches: m,
             optimizer: Some(self.shape.optimizer),
+            updates: Updates::Step,
             stages: stages.collect(),
         }
     }

@@ -3,7 +3,7 @@
 //! | region | buffers |
 //! |---|---|
 //! | scalars | loss, squared norm, clip factor |
-//! | states | every role of every bucket that is not offloaded, whole or this rank's piece; the sums of trust ratios |
+//! | states | every role of every bucket that is not offloaded, whole or this rank's piece; the sums of trust ratios; parameters that are put by for backward passes, a slot for each version |
 //! | frames | of each virtual stage: what its layers keep of a micro-batch, if not offloaded, one slot for each in flight; what they hold between the halves of a backward pass |
 //! | boundary | two cotangents handed down layer by layer; two turns of every message |
 //! | workspace | of one layer: forms of both passes, and scratch; all layers begin at the same place |
@@ -46,7 +46,11 @@ pub(super) struct Home {
     pub own_grad: BufferId,
     /// Sums that the trust ratios of its parameters are of, where the optimizer has any.
     pub trust: Option<BufferId>,
+    /// Where parameters are put by for backward passes, if they are.
+    pub stash: Option<BufferId>,
     members: Members,
+    /// The blocks of these, which backward passes read.
+    stashed: Members,
 }
 
 impl Home {
@@ -286,6 +290,18 @@ impl Arena {
                 {
                     self.members(stage, id, role, self.program.buffers[roles[&role]].offset, &mut members);
                 }
+                let mut stashed = Members::new();
+                let versions = stage.virtual_stages.iter().find(|v| v.layers.contains(&position)).map_or(0, |v| v.slots.versions);
+                let reads_back = stage.graph().reads_parameters_back(layer.layer);
+                let stash = (versions > 0 && reads_back).then(|| {
+                    let stash = self.flat(stage, id, Role::Param, AxisSet::EMPTY, at);
+                    let stride = align(self.program.buffers[stash].bytes);
+                    self.in_slots(stash, versions, stride);
+                    self.members(stage, id, Role::Param, at, &mut stashed);
+                    stashed.values().for_each(|&member| self.in_slots(member, versions, stride));
+                    at += versions * stride;
+                    stash
+                });
                 let home = self.homes.len();
                 if bucket.tied {
                     shared.insert(first, home);
@@ -303,7 +319,9 @@ impl Arena {
                     own_param,
                     own_grad,
                     trust,
+                    stash,
                     members,
+                    stashed,
                 });
             }
         }
@@ -312,6 +330,7 @@ impl Arena {
                 let members = &self.homes[home].members;
                 layer.forward.extend(members.iter().filter(|((role, _), _)| *role == Role::Param));
                 layer.backward.extend(members);
+                layer.backward.extend(&self.homes[home].stashed);
             }
         }
         at

@@ -123,7 +123,11 @@ pub fn baselines(problem: &Problem, prices: &mut dyn Prices, node: Node, late: &
     let data = |zero: u8| vec![format!("tp=1,cp=1,ep=1,pp=1,zero={zero}")];
     let stages: Vec<String> = divisors(problem.devices).filter(|&p| p > 1).map(|p| p.to_string()).collect();
     // Stages that do not wait for each other, each replicated as often as all others.
-    let stale = if stages.is_empty() { vec![] } else { vec![format!("tp=1,cp=1,ep=1,zero=0,schedule=pipedream,pp={}", stages.join("+"))] };
+    let stale = if stages.is_empty() || problem.types.compute.scales_loss() {
+        vec![]
+    } else {
+        vec![format!("tp=1,cp=1,ep=1,zero=0,schedule=pipedream,pp={}", stages.join("+"))]
+    };
     let pipeline = if stages.is_empty() { vec![] } else { vec![format!("tp=1,cp=1,ep=1,zero=0,schedule=gpipe,pp={}", stages.join("+"))] };
     let widths: Vec<String> = divisors(problem.devices).filter(|&t| t <= MEGATRON_TP.min(node.devices)).map(|t| t.to_string()).collect();
     let megatron: Vec<String> = [0, 1].map(|zero| format!("tp={},cp=1,ep=1,zero={zero},schedule=1f1b", widths.join("+"))).into();

@@ -43,6 +43,7 @@ use crate::entity::{BucketId, BufferId, EventId, NodeId, ParamId, SegmentId, Tab
 use crate::mesh::{AxisSet, Mesh};
 use crate::optimizer::Optimizer;
 use crate::sharding::{Monoid, Padded, Sharding};
+pub use crate::updates::Updates;
 use std::ops::Range;
 
 /// Alignment of every buffer and arena region, bytes.
@@ -80,36 +81,6 @@ impl Space {
     }
 }
 
-/// When parameters are updated, and with what.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
-pub enum Updates {
-    /// Once a step, with the gradients of all micro-batches.
-    #[default]
-    Step,
-    /// Behind the backward pass of every micro-batch, with that micro-batch's gradient alone ([`crate::pipeline`] says what the others then work with).
-    MicroBatch,
-}
-
-impl Updates {
-    pub const ALL: [Updates; 2] = [Updates::Step, Updates::MicroBatch];
-    pub fn name(self) -> &'static str {
-        match self {
-            Updates::Step => "step",
-            Updates::MicroBatch => "micro_batch",
-        }
-    }
-    pub fn from_name(name: &str) -> Option<Updates> {
-        Updates::ALL.into_iter().find(|u| u.name() == name)
-    }
-    /// Updates of a step.
-    pub fn count(self, micro_batches: u64) -> u64 {
-        match self {
-            Updates::Step => 1,
-            Updates::MicroBatch => micro_batches,
-        }
-    }
-}
-
 /// The programs of all stages.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct Program {
@@ -127,12 +98,9 @@ impl Program {
         self.mesh.ranks() * self.stages.len() as u64
     }
 
-    /// The version of a stage's parameters that the passes of a micro-batch work with: how many updates of the step have made it.
+    /// The version of a stage's parameters that the passes of a micro-batch work with ([`Updates::version`]).
     pub fn version(&self, stage: usize, micro_batch: u64) -> u64 {
-        match self.updates {
-            Updates::Step => 0,
-            Updates::MicroBatch => micro_batch.saturating_sub((self.stages.len() - 1 - stage) as u64),
-        }
+        self.updates.version((self.stages.len() - 1 - stage) as u64, micro_batch)
     }
 }
 

@@ -9,12 +9,12 @@ use crate::objective::{Home, StageTime, Terms, border, share};
 use crate::pins::{Asked, Pins};
 use crate::placement::{Groups, Site, Weighting, weightings};
 use crate::prices::{Floor, Links, Prices, Reference, scaled};
-use crate::problem::Problem;
+use crate::problem::{Kind, Problem};
 use crate::search::{Closed, How, trend_batches};
 use crate::space::{MOST_TP, Tuple, least_block, searched};
 use dplan_ir::mesh::{Degrees, Keys, Mesh};
 use dplan_ir::nest::{Nest, Way};
-use dplan_ir::plan::{Away, Placement, Schedule, States};
+use dplan_ir::plan::{Away, Placement, Schedule, States, Zero};
 use dplan_ir::sharding::Sharding;
 use dplan_ir::sync::Sync;
 use std::collections::{BTreeMap, BTreeSet};
@@ -389,15 +389,27 @@ fn reached(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple, from: Refe
     if (0..problem.kinds.len()).any(overfull) { objective } else { quickest }
 }
 
+/// Where a layer of a kind may live: one rank shares nothing, halves of a backward pass keep parameters, gradients and frames, and so does, with all else, what is updated behind every
+/// micro-batch.
+fn lives(kind: &Kind, tuple: &Tuple) -> Vec<(Zero, Away)> {
+    let (most, stays): (u8, fn(&Away) -> bool) = match tuple.schedule {
+        Schedule::GPipe | Schedule::OneFOneB | Schedule::Interleaved => (3, |_| false),
+        Schedule::ZbH1 | Schedule::ZbV => (1, |away| away.is_in_passes()),
+        Schedule::PipeDream => (1, |away| *away != Away::default()),
+    };
+    let most = if tuple.dp * tuple.cp > 1 { most } else { 0 };
+    let zeros = kind.zero.iter().filter(|z| z.0 <= most);
+    zeros.flat_map(|&zero| kind.away.iter().filter(|away| !stays(away)).map(move |&away| (zero, away))).collect()
+}
+
 /// The most layers of a kind, split between any two ways, that a stage can hold and run in less than `slow`; all layers at most.
 fn holds(problem: &Problem, prices: &dyn Prices, tuple: &Tuple, (kind, floor): (usize, &Floor), stage: u64, slow: u64) -> u64 {
     let (mesh, links, in_flight): (_, &dyn Links, _) = (tuple.mesh(), prices, tuple.in_flight(stage));
     let (site, kind) = (site_of(prices, tuple, stage), &problem.kinds[kind]);
     let terms = Terms { links, site, mesh: &mesh, types: tuple.types(problem.types), clip: problem.clip, pipeline: tuple.pipeline() };
     let bytes = floor.bytes();
-    let zeros = kind.zero.iter().filter(|z| tuple.dp * tuple.cp > 1 || z.0 == 0);
-    let lives = zeros.flat_map(|&zero| kind.away.iter().map(move |away| (States { zero, offload: away.states }, away.activations)));
-    let syncs: Vec<_> = lives.map(|(states, activations)| (terms.sync(&bytes, states, Home::Together), activations)).collect();
+    let sync = |(zero, away): (Zero, Away)| (terms.sync(&bytes, States { zero, offload: away.states }, Home::Together), away.activations);
+    let syncs: Vec<_> = lives(kind, tuple).into_iter().map(sync).collect();
     // Of each way of living and each corner of each trade: what it takes of workspace and ring, its own bytes, and time. A frame elsewhere is in the ring alone, twice; a corner
     // that stays in later trades has the workspace of the first, so that there it is only repeated.
     let mut ways: Vec<(u64, u64, u64)> = Vec::new();
@@ -477,15 +489,11 @@ pub(crate) fn weights(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple)
             if parted && half.is_none() {
                 continue;
             }
-            let stale = tuple.schedule == Schedule::PipeDream;
             // Stages that do not wait for each other share no parameter.
-            if stale && p > 1 && offer.tie.is_some() {
+            if tuple.schedule == Schedule::PipeDream && p > 1 && offer.tie.is_some() {
                 return None;
             }
-            let zeros = kind.zero.iter().filter(|z| z.0 == 0 || tuple.dp * tuple.cp > 1 && !((parted || stale) && z.0 > 1));
-            for (&zero, &Away { states: offload, activations }) in zeros.flat_map(|zero| {
-                kind.away.iter().filter(|a| !(parted && a.is_in_passes() || stale && **a != Away::default())).map(move |away| (zero, away))
-            }) {
+            for (zero, Away { states: offload, activations }) in lives(kind, tuple) {
                 let shares = Home::ALL.map(|home| {
                     let sync = terms.sync(&offer.option.bytes, States { zero, offload }, home);
                     let of = match half {

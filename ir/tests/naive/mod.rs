@@ -141,7 +141,7 @@ impl<'a> Lowering<'a> {
                 schedule.extend((warm + i < m).then(|| call(FORWARD, warm + i)));
                 schedule.push(call(BACKWARD, i));
                 if each {
-                    schedule.extend((warm + i < m && !stage.stash.is_empty()).then(|| call(4, warm + i)));
+                    schedule.extend((i > 0 && warm + i < m && !stage.stash.is_empty()).then(|| call(4, warm + i)));
                     schedule.push(call(3, i));
                 }
             }

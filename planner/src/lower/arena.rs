@@ -212,7 +212,7 @@ impl Arena {
         (self.buffer(content, local.dtype, local.bytes(), offset), align(local.bytes()))
     }
 
-    fn in_slots(&mut self, buffer: BufferId, slots: u64, stride: u64) {
+    pub(super) fn in_slots(&mut self, buffer: BufferId, slots: u64, stride: u64) {
         let buffer = &mut self.program.buffers[buffer];
         (buffer.slots, buffer.slot_stride) = (slots, stride);
     }
@@ -290,18 +290,9 @@ impl Arena {
                 {
                     self.members(stage, id, role, self.program.buffers[roles[&role]].offset, &mut members);
                 }
-                let mut stashed = Members::new();
-                let versions = stage.virtual_stages.iter().find(|v| v.layers.contains(&position)).map_or(0, |v| v.slots.versions);
-                let reads_back = stage.graph().reads_parameters_back(layer.layer);
-                let stash = (versions > 0 && reads_back).then(|| {
-                    let stash = self.flat(stage, id, Role::Param, AxisSet::EMPTY, at);
-                    let stride = align(self.program.buffers[stash].bytes);
-                    self.in_slots(stash, versions, stride);
-                    self.members(stage, id, Role::Param, at, &mut stashed);
-                    stashed.values().for_each(|&member| self.in_slots(member, versions, stride));
-                    at += versions * stride;
-                    stash
-                });
+                let versions = stage.versions(position);
+                let (stash, stashed) = self.stash(stage, id, versions, at);
+                at += stash.map_or(0, |stash| versions * self.program.buffers[stash].slot_stride);
                 let home = self.homes.len();
                 if bucket.tied {
                     shared.insert(first, home);
@@ -337,7 +328,7 @@ impl Arena {
     }
 
     /// A flat buffer that holds all of a role, or this rank's piece.
-    fn flat(&mut self, stage: Stage<'_>, bucket: BucketId, role: Role, pieces: AxisSet, offset: u64) -> BufferId {
+    pub(super) fn flat(&mut self, stage: Stage<'_>, bucket: BucketId, role: Role, pieces: AxisSet, offset: u64) -> BufferId {
         let dtype = stage.types().dtype(role);
         let bytes = self.program.buckets[bucket].elems / stage.mesh().size(pieces) * dtype.size();
         self.buffer(Content::Flat { bucket, role, pieces }, dtype, bytes, offset)
@@ -366,7 +357,7 @@ impl Arena {
     }
 
     /// The members of the whole flat buffer at `offset`.
-    fn members(&mut self, stage: Stage<'_>, bucket: BucketId, role: Role, offset: u64, into: &mut Members) {
+    pub(super) fn members(&mut self, stage: Stage<'_>, bucket: BucketId, role: Role, offset: u64, into: &mut Members) {
         let dtype = stage.types().dtype(role);
         for at in 0..self.program.buckets[bucket].members.len() {
             let member = &self.program.buckets[bucket].members[at];

@@ -107,7 +107,8 @@ impl Window {
         match pass {
             Pass::Forward if micro_batch < versions => stash(micro_batch),
             Pass::Backward => {
-                if micro_batch + versions < count {
+                // Before the first update there is nothing new.
+                if micro_batch > 0 && micro_batch + versions < count {
                     stash(micro_batch + versions);
                 }
                 calls.push(Call { segment: self.update, micro_batch });

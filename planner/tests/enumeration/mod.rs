@@ -9,7 +9,7 @@ use dplan_ir::pipeline::{Pipeline, Slots};
 use dplan_ir::plan::{Away, Clip, Offload, Residence, Schedule, States, Wire, Zero};
 use dplan_ir::program::{Pattern, Role};
 use dplan_ir::sync::Sync;
-use dplan_planner::memory::{self, BucketSize, StagePosition, StateTypes, arena};
+use dplan_planner::memory::{self, StagePosition, StateTypes, arena};
 use dplan_planner::options::Halves;
 use dplan_planner::pins::Asked;
 use dplan_planner::placement::{Seat, Site};
@@ -292,17 +292,11 @@ impl Setting<'_> {
         let again = if offer.option.bytes.reads_back { forth + comes } else { 0 };
         let (f, b) = (overlapped(f, forth + comes + stored), overlapped(input, again + back + goes + stored) + if zero >= 2 { add } else { 0 });
         let end = end + late + trust;
-        if !self.order.is_stale() {
-            return Times { f, b, w, end };
-        }
-        // Each micro-batch has an end of its own; on several stages, parameters that are read again are first copied.
-        let copied = |bucket: &BucketSize| {
-            let copies: AxisSet = self.mesh.ids().filter(|&a| !self.mesh.axis(a).name.starts_with("tp") && !bucket.axes.contains(a)).collect();
-            (memory::bucket_elems(bucket.elems, self.mesh.size(copies)) * self.element(Role::Param)).next_multiple_of(256)
-        };
-        let bytes: u64 = if offer.option.bytes.reads_back { offer.option.bytes.buckets.iter().map(copied).sum() } else { 0 };
-        let copying = if self.order.pp > 1 && self.order.m > 1 { self.prices.sweep(site, 2 * bytes).0 } else { 0 };
-        Times { f, b: b + end + copying, w, end: 0 }
+        // Where each micro-batch has an end of its own, parameters that are read again are first copied, on several stages.
+        let Order { pp, m, .. } = self.order;
+        let read = if pp > 1 && m > 1 { offer.option.bytes.version(&self.mesh, self.types) } else { 0 };
+        let (each, end) = if self.order.is_stale() { (end + self.prices.sweep(site, 2 * read).0, 0) } else { (0, end) };
+        Times { f, b: b + each, w, end }
     }
 }
 
@@ -414,9 +408,7 @@ fn orders(problem: &Problem, layers: u64, pp: u64, m: u64) -> Vec<Order> {
         all.extend((m >= pp).then_some((Schedule::ZbH1, 1)));
         all.extend((m + 1 >= 2 * pp).then_some((Schedule::ZbV, 2)));
     }
-    if problem.pins.schedule.is_pinned() {
-        all.push((Schedule::PipeDream, 1));
-    }
+    all.extend(problem.pins.schedule.is_pinned().then_some((Schedule::PipeDream, 1)));
     // Others than these two are searched where a pin asks for them.
     if !problem.pins.schedule.is_pinned() && problem.pins.virtual_stages.values().is_none_or(|v| v.iter().all(|&v| v == 1)) {
         all.truncate(2);
@@ -573,7 +565,6 @@ fn value(
             let (start, end) = (cuts[c as usize], cuts[c as usize + 1]);
             for l in start..end {
                 let (offer, halves, residence) = chosen[l];
-                // The newest is there anyway.
                 let versions = if order.is_stale() { frames - 1 } else { 0 };
                 layers.push((halves.map_or(&offer.option.bytes, |h| &h.bytes), residence, Slots { frames, held, versions }));
                 let shared = tied.contains(&l) && tied.iter().any(|&t| t < l && place[t] == stage);

@@ -50,7 +50,6 @@ impl Order {
     fn is_stale(&self) -> bool {
         self.schedule == Schedule::PipeDream
     }
-
     fn place(&self, c: u64) -> u64 {
         let round = c % self.pp;
         if self.schedule == Schedule::ZbV && c >= self.pp { self.pp - 1 - round } else { round }

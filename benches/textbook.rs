@@ -76,5 +76,5 @@ fn main() {
 
 /// Whether any textbook system fits where no plan was found.
 fn baselines_fit(forward: &dplan_ir::graph::Graph, options: &Options<'_>) -> bool {
-    dplan::compile::textbook(forward, options).is_ok_and(|rows| rows.iter().any(|b| b.fits))
+    dplan::compile::textbook(forward, options).is_ok_and(|rows| rows.iter().any(|b| b.fits && !b.asynchronous))
 }

@@ -345,6 +345,9 @@ fn check_program(plan: &Plan, program: &Program) -> Result<(), String> {
     if program.optimizer.is_some_and(|optimizer| optimizer != plan.optimizer) {
         return Err(format!("its optimizer is {}, the plan's is {}", program.optimizer.map_or("", Optimizer::name), plan.optimizer.name()));
     }
+    if program.updates != plan.schedule.updates() {
+        return Err(format!("it updates parameters each {}, the plan's schedule is {}", program.updates.name(), plan.schedule.name()));
+    }
     let instrs = || program.stages.iter().flat_map(|s| s.segments.values()).flat_map(|s| &s.body).map(|issue| &issue.instr);
     let clips = |instr: &Instr| match instr {
         Instr::Update { scale, .. } => Some(scale.is_some()),

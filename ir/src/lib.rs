@@ -41,4 +41,5 @@ pub mod sharding;
 pub mod splitmix;
 pub mod sync;
 pub mod text;
+pub mod updates;
 pub mod verify;

@@ -4,6 +4,7 @@ use crate::dropout::Draws;
 use crate::entity::{ParamId, Table};
 use crate::graph::Graph;
 use crate::op::Op;
+use crate::program::Updates;
 
 /// Which update rule; part of a plan, since it decides which states exist.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -121,6 +122,14 @@ impl StepScalars {
     /// Factor from scaled gradients, whose norm is `scaled`, to those of the update; NaN, which [`skips`], where they overflowed.
     pub fn gradient_scale(&self, scaled: f64) -> f64 {
         if scaled.is_finite() { clip_scale(self.norm(scaled), self.hyper.clip) / self.loss_scale } else { f64::NAN }
+    }
+    /// Those of a micro-batch's passes, and of the update behind them where each has its own: there updates are counted one by one, and a micro-batch's gradient is the mean over its
+    /// own tokens, not its part of the step's.
+    pub fn of(&self, updates: Updates, micro_batch: u64, micro_batches: u64) -> StepScalars {
+        match updates {
+            Updates::Step => *self,
+            Updates::MicroBatch => StepScalars { step: self.step + micro_batch, loss_scale: self.loss_scale * micro_batches as f64, ..*self },
+        }
     }
     /// The same step for parameters that weight decay does not pull.
     pub fn without_decay(&self) -> StepScalars {

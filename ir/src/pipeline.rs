@@ -4,17 +4,28 @@
 //! Virtual stages are numbered in the order of layers. Where they lie, by schedule, over three stages:
 //!
 //! ```text
-//! gpipe, 1f1b, zb-h1   0 1 2            one virtual stage on each stage
+//! gpipe, 1f1b, zb-h1   0 1 2            one virtual stage on each stage; so pipedream
 //! interleaved          0 1 2 · 3 4 5    round and round: virtual stage c on stage c mod p
 //! zb-v                 0 1 2 · 5 4 3    there and back: the first and the last virtual stage share a stage
 //! ```
 //! The zero-bubble schedules part the backward pass: the *input* half makes what the stage before waits for, the *weight* half what only the end of the step
 //! waits for, so that it can fill what would be a bubble (arXiv:2401.10241).
 //!
+//! **Staleness.** `pipedream` (arXiv:1806.03377) has the order of 1f1b, and behind each backward pass the stage updates its parameters with that micro-batch's gradient alone. A
+//! step is a window of `m` updates, at whose end nothing is in flight. *Version* `v` of a stage's parameters is what `v` updates of the step have made of them. Stage `s` of `p`
+//! runs `p − 1 − s` forward passes ahead, so the forward pass of micro-batch `i` finds version `max(0, i − (p − 1 − s))`, and its backward pass works with the same version, which
+//! is put by for it (*weight stashing*): its gradient is one of one set of parameters, `p − 1 − s` updates behind those that it changes. Of two stages and four micro-batches:
+//!
+//! ```text
+//! stage 0   F0(0) F1(0) B0(0) U0→1 F2(1) B1(0) U1→2 F3(2) B2(1) U2→3 B3(2) U3→4
+//! stage 1   F0(0) B0(0) U0→1 F1(1) B1(1) U1→2 F2(2) B2(2) U2→3 F3(3) B3(3) U3→4
+//! ```
+//!
 //! A virtual stage keeps a *frame* of every micro-batch from its forward pass until the last pass that reads it, and *holds* cotangents between the halves of a
 //! backward pass ([`Slots`]). Micro-batches pass a virtual stage in order, so those that it keeps are consecutive.
 
 use crate::plan::Schedule;
+use crate::program::Updates;
 
 /// How micro-batches pass the stages of a plan.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -66,6 +77,8 @@ pub struct Slots {
     pub frames: u64,
     /// From the input half of the backward pass to the weight half; 0 where it is not parted.
     pub held: u64,
+    /// Parameters that are put by for the backward pass, beside those that are there; 0 where all passes of a step work with the same.
+    pub versions: u64,
 }
 
 impl Pipeline {
@@ -74,8 +87,8 @@ impl Pipeline {
         let (p, v, m) = (self.stages, self.virtual_stages, self.micro_batches);
         match self.schedule {
             _ if p == 0 || v == 0 || m == 0 => Some("at least one stage and one micro-batch"),
-            Schedule::GPipe | Schedule::OneFOneB if v > 1 => Some("one virtual stage on each stage"),
-            Schedule::GPipe | Schedule::OneFOneB => None,
+            Schedule::GPipe | Schedule::OneFOneB | Schedule::PipeDream if v > 1 => Some("one virtual stage on each stage"),
+            Schedule::GPipe | Schedule::OneFOneB | Schedule::PipeDream => None,
             _ if p < 2 => Some("at least two stages"),
             Schedule::Interleaved if v < 2 => Some("at least two virtual stages on each stage"),
             Schedule::Interleaved if !m.is_multiple_of(p) => Some("micro-batches in a multiple of the stages"),
@@ -96,7 +109,9 @@ impl Pipeline {
     pub fn stage_of(&self, virtual_stage: u64) -> u64 {
         match self.schedule {
             Schedule::ZbV if virtual_stage >= self.stages => 2 * self.stages - 1 - virtual_stage,
-            Schedule::GPipe | Schedule::OneFOneB | Schedule::Interleaved | Schedule::ZbH1 | Schedule::ZbV => virtual_stage % self.stages,
+            Schedule::GPipe | Schedule::OneFOneB | Schedule::Interleaved | Schedule::ZbH1 | Schedule::ZbV | Schedule::PipeDream => {
+                virtual_stage % self.stages
+            }
         }
     }
 
@@ -105,14 +120,16 @@ impl Pipeline {
         let this = *self;
         (0..this.virtual_stages).map(move |nth| match this.schedule {
             Schedule::ZbV if nth == 1 => 2 * this.stages - 1 - stage,
-            Schedule::GPipe | Schedule::OneFOneB | Schedule::Interleaved | Schedule::ZbH1 | Schedule::ZbV => nth * this.stages + stage,
+            Schedule::GPipe | Schedule::OneFOneB | Schedule::Interleaved | Schedule::ZbH1 | Schedule::ZbV | Schedule::PipeDream => {
+                nth * this.stages + stage
+            }
         })
     }
 
     /// Whether backward passes come in halves.
     pub fn parts_backward(&self) -> bool {
         match self.schedule {
-            Schedule::GPipe | Schedule::OneFOneB | Schedule::Interleaved => false,
+            Schedule::GPipe | Schedule::OneFOneB | Schedule::Interleaved | Schedule::PipeDream => false,
             Schedule::ZbH1 | Schedule::ZbV => true,
         }
     }
@@ -121,16 +138,24 @@ impl Pipeline {
     pub fn shortened(&self, times: u64) -> Pipeline {
         let round = match self.schedule {
             Schedule::GPipe => 2,
-            Schedule::OneFOneB | Schedule::Interleaved | Schedule::ZbH1 | Schedule::ZbV => 2 * self.stages,
+            Schedule::OneFOneB | Schedule::Interleaved | Schedule::ZbH1 | Schedule::ZbV | Schedule::PipeDream => 2 * self.stages,
         };
         Pipeline { micro_batches: self.micro_batches.min(round * (times + 1)), ..*self }
+    }
+
+    /// Updates between a forward pass of a stage and its backward pass, so that the gradient is of parameters so far behind: 0 where a step has one update, at its end.
+    pub fn staleness(&self, stage: u64) -> u64 {
+        match self.schedule.updates() {
+            Updates::Step => 0,
+            Updates::MicroBatch => self.stages - 1 - stage,
+        }
     }
 
     /// The passes of a stage, in order. Charts of them are in the tests.
     pub fn turns(&self, stage: u64) -> Vec<Turn> {
         match self.schedule {
             Schedule::GPipe => self.one_after_the_other(),
-            Schedule::OneFOneB | Schedule::Interleaved | Schedule::ZbH1 => self.round_and_round(stage),
+            Schedule::OneFOneB | Schedule::Interleaved | Schedule::ZbH1 | Schedule::PipeDream => self.round_and_round(stage),
             Schedule::ZbV => self.there_and_back(stage),
         }
     }
@@ -138,9 +163,13 @@ impl Pipeline {
     /// What each virtual stage of a stage keeps.
     pub fn slots(&self, stage: u64) -> Vec<Slots> {
         match self.schedule {
-            Schedule::GPipe => vec![Slots { frames: self.micro_batches, held: 0 }],
-            Schedule::OneFOneB => vec![Slots { frames: self.micro_batches.min(self.stages - stage), held: 0 }],
-            Schedule::ZbH1 => vec![Slots { frames: self.stages, held: stage + 1 }],
+            Schedule::GPipe => vec![Slots { frames: self.micro_batches, held: 0, versions: 0 }],
+            Schedule::OneFOneB => vec![Slots { frames: self.micro_batches.min(self.stages - stage), held: 0, versions: 0 }],
+            Schedule::ZbH1 => vec![Slots { frames: self.stages, held: stage + 1, versions: 0 }],
+            Schedule::PipeDream => {
+                let frames = self.micro_batches.min(self.stages - stage);
+                vec![Slots { frames, held: 0, versions: frames - 1 }]
+            }
             // The most that are kept is reached in the first rounds.
             Schedule::Interleaved | Schedule::ZbV => kept(&self.shortened(2), stage),
         }
@@ -210,6 +239,14 @@ impl Pipeline {
     }
 }
 
+/// Versions of parameters that are put by when they are about to be updated, with so many micro-batches between their passes.
+fn put_by(pipeline: &Pipeline, between: u64) -> u64 {
+    match pipeline.schedule.updates() {
+        Updates::Step => 0,
+        Updates::MicroBatch => between,
+    }
+}
+
 /// What each virtual stage keeps, counted along the order of passes. Where a virtual stage's neighbour lies on the same stage, the neighbour writes into its place.
 fn kept(pipeline: &Pipeline, stage: u64) -> Vec<Slots> {
     let own: Vec<u64> = pipeline.virtual_stages_of(stage).collect();
@@ -231,7 +268,10 @@ fn kept(pipeline: &Pipeline, stage: u64) -> Vec<Slots> {
             most[at].held = most[at].held.max(begun[at][1] - over[at][1]);
         }
         match turn.pass {
-            Pass::Backward => over[nth][0] = next,
+            Pass::Backward => {
+                over[nth][0] = next;
+                most[nth].versions = most[nth].versions.max(put_by(pipeline, begun[nth][0] - next));
+            }
             Pass::Weight => over[nth] = [next; 2],
             Pass::Forward | Pass::Input => {}
         }
@@ -281,6 +321,31 @@ mod tests {
                 "1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2"
             ]
         );
+    }
+
+    /// Versions as counted along the order: a forward pass finds as many updates as there are backward passes before it.
+    #[test]
+    fn pipedream_is_as_stale_as_it_says() {
+        let found = |pipeline: &Pipeline, stage: u64| {
+            let mut updates = 0;
+            let mut found = Vec::new();
+            for turn in pipeline.turns(stage) {
+                match turn.pass {
+                    Pass::Forward => found.push(updates),
+                    Pass::Backward | Pass::Input | Pass::Weight => updates += 1,
+                }
+            }
+            found
+        };
+        let two = Pipeline { schedule: Schedule::PipeDream, stages: 2, virtual_stages: 1, micro_batches: 4 };
+        assert_eq!([0, 1].map(|stage| found(&two, stage)), [[0, 0, 1, 2], [0, 1, 2, 3]]);
+        assert_eq!([0, 1].map(|stage| (two.staleness(stage), two.slots(stage)[0].versions)), [(1, 1), (0, 0)]);
+        for pipeline in legal(6, 1, 20).filter(|p| p.schedule == Schedule::PipeDream) {
+            for stage in 0..pipeline.stages {
+                let stale = |i: u64| i.saturating_sub(pipeline.staleness(stage));
+                assert_eq!(found(&pipeline, stage), (0..pipeline.micro_batches).map(stale).collect::<Vec<_>>(), "{pipeline:?} {stage}");
+            }
+        }
     }
 
     #[test]

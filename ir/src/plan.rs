@@ -5,7 +5,7 @@ use crate::mesh::{Degrees, Keys, Mesh};
 use crate::nest::Nest;
 use crate::optimizer::Optimizer;
 use crate::pipeline::Pipeline;
-use crate::program::Space;
+use crate::program::{Space, Updates};
 use crate::rule::Assignment;
 use crate::sync::Sync;
 
@@ -22,10 +22,12 @@ pub enum Schedule {
     ZbH1,
     /// Two virtual stages on each stage, there and back, with weight gradients apart.
     ZbV,
+    /// The order of 1f1b, with an update behind every backward pass (arXiv:1806.03377): asynchronous, for passes work with parameters that are behind ([`crate::pipeline`]).
+    PipeDream,
 }
 
 impl Schedule {
-    pub const ALL: [Schedule; 5] = [Schedule::GPipe, Schedule::OneFOneB, Schedule::Interleaved, Schedule::ZbH1, Schedule::ZbV];
+    pub const ALL: [Schedule; 6] = [Schedule::GPipe, Schedule::OneFOneB, Schedule::Interleaved, Schedule::ZbH1, Schedule::ZbV, Schedule::PipeDream];
     pub fn name(self) -> &'static str {
         match self {
             Schedule::GPipe => "gpipe",
@@ -33,13 +35,21 @@ impl Schedule {
             Schedule::Interleaved => "interleaved",
             Schedule::ZbH1 => "zb-h1",
             Schedule::ZbV => "zb-v",
+            Schedule::PipeDream => "pipedream",
         }
     }
     /// One virtual stage on each stage, and backward passes in one piece.
     pub fn is_plain(self) -> bool {
         match self {
-            Schedule::GPipe | Schedule::OneFOneB => true,
+            Schedule::GPipe | Schedule::OneFOneB | Schedule::PipeDream => true,
             Schedule::Interleaved | Schedule::ZbH1 | Schedule::ZbV => false,
+        }
+    }
+    /// When parameters are updated.
+    pub fn updates(self) -> Updates {
+        match self {
+            Schedule::GPipe | Schedule::OneFOneB | Schedule::Interleaved | Schedule::ZbH1 | Schedule::ZbV => Updates::Step,
+            Schedule::PipeDream => Updates::MicroBatch,
         }
     }
     pub fn from_name(name: &str) -> Option<Schedule> {

@@ -20,6 +20,9 @@
 //! Members issue the collectives of one communicator in one order. `Send` and `Recv` pair ranks of two stages with the same local rank; each ordered pair of stages
 //! and each [`Channel`] is a first-in-first-out communicator of its own; a send completes when its receive has the bytes (rendezvous).
 //!
+//! **Updates.** A program updates parameters once a step or behind every micro-batch ([`Updates`]). In the latter case the step is a window of as many updates, and parameters that a
+//! backward pass still needs are put by, one slot for each micro-batch in flight but the one that begins.
+//!
 //! **Flat buckets.** Parameters of one layer that are sharded alike and synchronised alike are laid out one after the other in a *bucket*. Its roles
 //! (parameters, master copy, gradients, moments) are flat buffers with the same element offsets, whole or cut into equal pieces over data-parallel axes
 //! (ZeRO); piece boundaries need not respect tensors. Padding elements are zero.
@@ -40,6 +43,7 @@ use crate::entity::{BucketId, BufferId, EventId, NodeId, ParamId, SegmentId, Tab
 use crate::mesh::{AxisSet, Mesh};
 use crate::optimizer::Optimizer;
 use crate::sharding::{Monoid, Padded, Sharding};
+pub use crate::updates::Updates;
 use std::ops::Range;
 
 /// Alignment of every buffer and arena region, bytes.
@@ -85,12 +89,18 @@ pub struct Program {
     pub padded: Padded,
     pub micro_batches: u64,
     pub optimizer: Option<Optimizer>,
+    pub updates: Updates,
     pub stages: Vec<StageProgram>,
 }
 
 impl Program {
     pub fn ranks(&self) -> u64 {
         self.mesh.ranks() * self.stages.len() as u64
+    }
+
+    /// The version of a stage's parameters that the passes of a micro-batch work with ([`Updates::version`]).
+    pub fn version(&self, stage: usize, micro_batch: u64) -> u64 {
+        self.updates.version((self.stages.len() - 1 - stage) as u64, micro_batch)
     }
 }
 
@@ -440,7 +450,8 @@ pub enum Instr {
     Zero {
         dst: BufferId,
     },
-    /// dst ← src, of which one is in the device's memory and the other is not: a flat buffer, whole or a piece; or a frame.
+    /// dst ← src, of which one is in the device's memory and the other is not: a flat buffer, whole or a piece; or a frame. Of whole parameters both may be in the device's memory:
+    /// a version is put by before it is updated.
     Copy {
         src: BufferId,
         dst: BufferId,
@@ -526,10 +537,14 @@ pub enum SegmentKind {
     BackwardWeightLast,
     /// Norm, clip, optimizer, parameter gathers.
     Update,
+    /// Puts parameters by for the backward pass of a micro-batch.
+    Stash,
+    /// End of a step of many updates: what comes once.
+    End,
 }
 
 impl SegmentKind {
-    pub const ALL: [SegmentKind; 8] = [
+    pub const ALL: [SegmentKind; 10] = [
         SegmentKind::Begin,
         SegmentKind::Forward,
         SegmentKind::Backward,
@@ -538,6 +553,8 @@ impl SegmentKind {
         SegmentKind::BackwardWeight,
         SegmentKind::BackwardWeightLast,
         SegmentKind::Update,
+        SegmentKind::Stash,
+        SegmentKind::End,
     ];
     pub fn name(self) -> &'static str {
         match self {
@@ -549,6 +566,8 @@ impl SegmentKind {
             SegmentKind::BackwardWeight => "backward_weight",
             SegmentKind::BackwardWeightLast => "backward_weight_last",
             SegmentKind::Update => "update",
+            SegmentKind::Stash => "stash",
+            SegmentKind::End => "end",
         }
     }
     pub fn from_name(name: &str) -> Option<SegmentKind> {
@@ -562,7 +581,7 @@ pub struct Segment {
     pub body: Vec<Issue>,
 }
 
-/// Run a segment for a micro-batch (0 for `Begin` and `Update`).
+/// Run a segment for a micro-batch (0 for `Begin`, `End`, and an `Update` that is the only one of the step).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Call {
     pub segment: SegmentId,

@@ -15,7 +15,7 @@ use dplan_ir::interp::program::ProgramRun;
 use dplan_ir::mesh::AxisSet;
 use dplan_ir::op::Op;
 use dplan_ir::optimizer::{Hyper, Optimizer, StepScalars};
-use dplan_ir::program::{Call, Content, Instr, Issue, Program, Role, Segment, SegmentKind};
+use dplan_ir::program::{Call, Content, Instr, Issue, Program, Role, Segment, SegmentKind, Updates};
 use dplan_ir::verify::graph::verify_graph;
 use dplan_ir::verify::mutate::{Damage, Rewrite};
 use dplan_ir::verify::program::verify_program;
@@ -29,7 +29,8 @@ struct Subject {
 }
 
 fn subjects() -> Vec<Subject> {
-    let base = Shape { dp: 1, tp: 1, pp: 1, micro_batches: 2, zero: 0, one_f_one_b: true, optimizer: Optimizer::AdamW, seed: 5 };
+    let base =
+        Shape { dp: 1, tp: 1, pp: 1, micro_batches: 2, zero: 0, one_f_one_b: true, optimizer: Optimizer::AdamW, updates: Updates::Step, seed: 5 };
     let shapes = [
         (1, Shape { dp: 2, tp: 2, pp: 2, micro_batches: 3, zero: 0, ..base }),
         (0, Shape { dp: 2, tp: 2, zero: 1, ..base }),
@@ -39,6 +40,9 @@ fn subjects() -> Vec<Subject> {
         (0, Shape { dp: 2, tp: 2, zero: 1, optimizer: Optimizer::Lamb, ..base }),
         // Long enough that the verifier skips periods.
         (0, Shape { pp: 2, micro_batches: 16, ..base }),
+        // Each micro-batch with an update of its own.
+        (2, Shape { dp: 2, pp: 3, zero: 1, micro_batches: 6, updates: Updates::MicroBatch, optimizer: Optimizer::Lamb, ..base }),
+        (2, Shape { pp: 2, micro_batches: 16, updates: Updates::MicroBatch, ..base }),
     ];
     let dropped = cases::all().iter().position(|c| c.graph.name == "dropped").unwrap_or_else(|| panic!("no case"));
     let shapes = [(dropped, Shape { dp: 2, tp: 2, ..base })].into_iter().chain(shapes);
@@ -80,7 +84,7 @@ fn alike(a: &[f64], b: &[f64]) -> bool {
 }
 
 /// Damage of these kinds always makes a program wrong. (A collective may be dropped where nobody reads its result.)
-const FATAL: [Damage; 31] = [
+const FATAL: [Damage; 35] = [
     Damage::DropTrustSums,
     Damage::WithoutTrust,
     Damage::OtherAxis,
@@ -112,13 +116,18 @@ const FATAL: [Damage; 31] = [
     Damage::RepeatCall,
     Damage::WrongMicroBatch,
     Damage::AddForSet,
+    Damage::OtherVersion,
+    Damage::LateStash,
+    Damage::LateUpdate,
+    Damage::OtherUpdates,
 ];
 
-/// All but of copies, rings, gathers over several axes, short types, exchanges in these and working memory, which these programs have none of: `dplan fuzz --mutate` has them.
+/// All but of copies, more than one version put by, rings, gathers over several axes, short types, exchanges in these and working memory, which these programs have none of: `dplan fuzz --mutate` has them.
 fn damages() -> impl Iterator<Item = Damage> {
     let copies = [Damage::DropCopy, Damage::CopyBackwards, Damage::EarlyCopy, Damage::OtherFrame, Damage::LessHost, Damage::LessFile];
     let rings = [Damage::DropJoin, Damage::OtherTurn, Damage::WrongTurn, Damage::WrongPairs];
-    let absent = [&copies[..], &rings, &[Damage::HalfGather, Damage::StaleParam, Damage::WithoutScratch, Damage::DropCast]].concat();
+    let absent =
+        [&copies[..], &rings, &[Damage::HalfGather, Damage::FewerVersions, Damage::StaleParam, Damage::WithoutScratch, Damage::DropCast]].concat();
     Damage::ALL.into_iter().filter(move |d| !absent.contains(d))
 }
 
@@ -198,7 +207,8 @@ fn wrong_keys_of_dropout_are_noticed() {
     forward.set_batch(2);
     let graph = differentiate(&forward).unwrap_or_else(|why| panic!("{why}"));
     let dropouts: Vec<NodeId> = graph.nodes.iter().filter(|(_, n)| matches!(n.op, Op::Dropout { .. })).map(|(id, _)| id).collect();
-    let base = Shape { dp: 2, tp: 2, pp: 1, micro_batches: 2, zero: 0, one_f_one_b: true, optimizer: Optimizer::AdamW, seed: 5 };
+    let base =
+        Shape { dp: 2, tp: 2, pp: 1, micro_batches: 2, zero: 0, one_f_one_b: true, optimizer: Optimizer::AdamW, updates: Updates::Step, seed: 5 };
     let mut tried = 0;
     for shape in [base, Shape { tp: 1, pp: 2, ..base }] {
         let program = lower(&graph, shape);
@@ -249,7 +259,8 @@ fn wrong_keys_of_dropout_are_noticed() {
 /// without running.
 #[test]
 fn wrong_sums_of_trust_ratios_are_noticed() {
-    let base = Shape { dp: 2, tp: 2, pp: 1, micro_batches: 2, zero: 0, one_f_one_b: true, optimizer: Optimizer::Lamb, seed: 5 };
+    let base =
+        Shape { dp: 2, tp: 2, pp: 1, micro_batches: 2, zero: 0, one_f_one_b: true, optimizer: Optimizer::Lamb, updates: Updates::Step, seed: 5 };
     let mut tried: BTreeMap<&str, u32> = BTreeMap::new();
     for (number, shape) in (0..3).flat_map(|n| (0..4).map(move |zero| (n, Shape { zero, pp: 1 + u32::from(zero) % 2, ..base }))) {
         let mut forward = cases::all().remove(number).graph;
@@ -337,7 +348,8 @@ fn wrong_sums_of_trust_ratios_are_noticed() {
 /// Gradients that begin anew with every micro-batch look, period for period, as shifted as those that go on; what one more pass adds to them at the end is not what is missing.
 #[test]
 fn a_sum_that_begins_anew_in_every_period_is_never_whole() {
-    let shape = Shape { dp: 1, tp: 1, pp: 1, micro_batches: 16, zero: 0, one_f_one_b: true, optimizer: Optimizer::AdamW, seed: 5 };
+    let shape =
+        Shape { dp: 1, tp: 1, pp: 1, micro_batches: 16, zero: 0, one_f_one_b: true, optimizer: Optimizer::AdamW, updates: Updates::Step, seed: 5 };
     let case = cases::all().remove(0);
     let graph = differentiate(&case.graph).unwrap();
     let whole = lower(&graph, shape);

@@ -122,6 +122,12 @@ pub fn baselines(problem: &Problem, prices: &mut dyn Prices, node: Node, late: &
     };
     let data = |zero: u8| vec![format!("tp=1,cp=1,ep=1,pp=1,zero={zero}")];
     let stages: Vec<String> = divisors(problem.devices).filter(|&p| p > 1).map(|p| p.to_string()).collect();
+    // Stages that do not wait for each other, each replicated as often as all others.
+    let stale = if stages.is_empty() || problem.types.compute.scales_loss() {
+        vec![]
+    } else {
+        vec![format!("tp=1,cp=1,ep=1,zero=0,schedule=pipedream,pp={}", stages.join("+"))]
+    };
     let pipeline = if stages.is_empty() { vec![] } else { vec![format!("tp=1,cp=1,ep=1,zero=0,schedule=gpipe,pp={}", stages.join("+"))] };
     let widths: Vec<String> = divisors(problem.devices).filter(|&t| t <= MEGATRON_TP.min(node.devices)).map(|t| t.to_string()).collect();
     let megatron: Vec<String> = [0, 1].map(|zero| format!("tp={},cp=1,ep=1,zero={zero},schedule=1f1b", widths.join("+"))).into();
@@ -129,6 +135,7 @@ pub fn baselines(problem: &Problem, prices: &mut dyn Prices, node: Node, late: &
     let systems = [("DDP", data(0)), ("ZeRO-1", data(1)), ("ZeRO-2", data(2)), ("ZeRO-3", data(3)), ("GPipe", pipeline), ("Megatron 3-D", megatron)];
     // Every worker serves an equal part of the parameters.
     let served = best(&["tp=1,cp=1,ep=1,pp=1,zero=1,sync=server".into()]).row(Best::objective);
+    let stale = best(&stale).row(Best::objective);
     let found = systems.each_ref().map(|(_, pins)| best(pins));
     let offloaded = OFFLOADED.map(|system| {
         let mut tried = Tried::Short;
@@ -149,14 +156,11 @@ pub fn baselines(problem: &Problem, prices: &mut dyn Prices, node: Node, late: &
     rows.insert(1, ("FSDP", rows[3].1));
     rows.push(("parameter server", served));
     rows.insert(0, ("DataParallel", ddp.row(|best| best.objective() + blocking(best, prices))));
-    let row = |(name, Row { step, covers }): (&'static str, Row)| Baseline {
-        name,
-        step: step.map(Nanos),
-        fits: step.is_some(),
-        covers,
-        asynchronous: false,
+    let row = |asynchronous: bool| {
+        move |(name, Row { step, covers }): (&'static str, Row)| Baseline { name, step: step.map(Nanos), fits: step.is_some(), covers, asynchronous }
     };
-    Comparison { rows: rows.into_iter().map(row).collect(), quickest }
+    let rows = rows.into_iter().map(row(false)).chain([("PipeDream", stale)].map(row(true)));
+    Comparison { rows: rows.collect(), quickest }
 }
 
 /// Whether a textbook system that offloads is quicker than a plan that takes so long.
@@ -195,7 +199,7 @@ fn blocking(of: &Best, prices: &dyn Prices) -> u64 {
     let Best { problem, found } = of;
     let (tuple, site) = (&found.menus.tuple, found.menus.sites[0].0);
     let mesh = tuple.mesh();
-    let terms = Terms { links: prices, site, mesh: &mesh, types: tuple.types(problem.types), clip: problem.clip, homes: 1 };
+    let terms = Terms { links: prices, site, mesh: &mesh, types: tuple.types(problem.types), clip: problem.clip, pipeline: tuple.pipeline() };
     let late = |l: Layer<'_>| terms.sync(&l.option.bytes, l.choice.residence.states, l.home).blocking(l.option.backward);
     layers(of).map(late).sum()
 }

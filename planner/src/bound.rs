@@ -130,7 +130,7 @@ fn held(problem: &Problem, prices: &dyn Prices, known_lives: &mut Lives, tuple: 
     // Halves of a backward pass and virtual stages keep other frames. A kind without ways is for its pricing to find.
     let known = |at: usize| floors.iter().all(|floors| !floors[at].trades.is_empty());
     for (at, kind) in problem.kinds.iter().enumerate().filter(|&(at, _)| tuple.schedule.is_plain() && known(at)) {
-        let terms = |site| Terms { links, site, mesh: &mesh, types: tuple.types(problem.types), clip: problem.clip, homes: 1 };
+        let terms = |site| Terms { links, site, mesh: &mesh, types: tuple.types(problem.types), clip: problem.clip, pipeline: tuple.pipeline() };
         let lives = sites.iter().zip(floors).map(|(&(site, _), floors)| {
             let terms = terms(site);
             // With whole backward passes, what residences there are depends on the degrees.
@@ -161,7 +161,7 @@ fn held(problem: &Problem, prices: &dyn Prices, known_lives: &mut Lives, tuple: 
 fn spread(problem: &Problem, tuple: &Tuple, sites: &[(Site, u64)], least: &[Vec<u64>], slowest: u64) -> u64 {
     let (m, v) = (tuple.micro_batches, tuple.virtual_stages);
     let (summed, most, parts) = match tuple.schedule {
-        Schedule::GPipe | Schedule::OneFOneB => (1, m - 1, 1),
+        Schedule::GPipe | Schedule::OneFOneB | Schedule::PipeDream => (1, m - 1, 1),
         Schedule::Interleaved => (1, v * m - 1, v),
         Schedule::ZbH1 | Schedule::ZbV => (0, m, 1),
     };

@@ -243,6 +243,8 @@ mod tests {
     use dplan_ir::dtype::DType;
     use dplan_ir::mesh::{AxisSet, Degrees, Mesh};
     use dplan_ir::optimizer::Optimizer;
+    use dplan_ir::pipeline::Pipeline;
+    use dplan_ir::plan::Schedule;
     use dplan_ir::plan::{Clip, Offload, States, Zero};
 
     /// Two ways: 10 ns with a frame of 100 bytes, 16 ns with one of 20; the second needs 30 bytes of workspace.
@@ -261,7 +263,8 @@ mod tests {
         let mut draw = |from: u64, to: u64| from + dplan_ir::splitmix::next(&mut random) % (to - from);
         let (cluster, mesh) = (Cluster::parse("h100:8x2").unwrap(), Mesh::of(Degrees { dp: 16, ..Degrees::ONE }));
         let types = StateTypes::new(DType::Bf16, Optimizer::AdamW);
-        let terms = Terms { links: &cluster, site: Site::ONLY, mesh: &mesh, types, clip: Clip::GlobalNorm, homes: 1 };
+        let pipeline = Pipeline { schedule: Schedule::OneFOneB, stages: 1, virtual_stages: 1, micro_batches: 1 };
+        let terms = Terms { links: &cluster, site: Site::ONLY, mesh: &mesh, types, clip: Clip::GlobalNorm, pipeline };
         for round in 0..300 {
             let bucket = BucketSize { elems: draw(1, 1 << 22), partial: AxisSet::EMPTY, axes: AxisSet::EMPTY, members: 1, tied: false };
             let bytes = LayerBytes { buckets: vec![bucket], reads_back: true, ..LayerBytes::default() };

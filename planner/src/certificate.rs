@@ -9,12 +9,12 @@ use crate::objective::{Home, StageTime, Terms, border, share};
 use crate::pins::{Asked, Pins};
 use crate::placement::{Groups, Site, Weighting, weightings};
 use crate::prices::{Floor, Links, Prices, Reference, scaled};
-use crate::problem::Problem;
+use crate::problem::{Kind, Problem};
 use crate::search::{Closed, How, trend_batches};
 use crate::space::{MOST_TP, Tuple, least_block, searched};
 use dplan_ir::mesh::{Degrees, Keys, Mesh};
 use dplan_ir::nest::{Nest, Way};
-use dplan_ir::plan::{Away, Placement, Schedule, States};
+use dplan_ir::plan::{Away, Placement, Schedule, States, Zero};
 use dplan_ir::sharding::Sharding;
 use dplan_ir::sync::Sync;
 use std::collections::{BTreeMap, BTreeSet};
@@ -275,7 +275,7 @@ fn orders(problem: &Problem, pp: u64, micro_batches: u64) -> Vec<(Schedule, u64)
     {
         for schedule in searched(pins) {
             let fits = match schedule {
-                Schedule::GPipe | Schedule::OneFOneB => v == 1,
+                Schedule::GPipe | Schedule::OneFOneB | Schedule::PipeDream => v == 1,
                 Schedule::Interleaved => v > 1 && pp > 1 && micro_batches.is_multiple_of(pp),
                 Schedule::ZbH1 => v == 1 && pp > 1 && micro_batches >= pp,
                 Schedule::ZbV => v == 2 && pp > 1 && micro_batches >= 2 * pp - 1,
@@ -339,7 +339,7 @@ impl Floors {
     /// pipeline fills and drains: for one of `parts` of their times.
     fn quickest(&self, problem: &Problem, tuple: &Tuple) -> u64 {
         let (waits, parts) = match tuple.schedule {
-            Schedule::GPipe | Schedule::OneFOneB => (1, 1),
+            Schedule::GPipe | Schedule::OneFOneB | Schedule::PipeDream => (1, 1),
             Schedule::Interleaved => (1, tuple.virtual_stages),
             Schedule::ZbH1 | Schedule::ZbV => (0, 1),
         };
@@ -389,15 +389,27 @@ fn reached(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple, from: Refe
     if (0..problem.kinds.len()).any(overfull) { objective } else { quickest }
 }
 
+/// Where a layer of a kind may live: one rank shares nothing, halves of a backward pass keep parameters, gradients and frames, and so does, with all else, what is updated behind every
+/// micro-batch.
+fn lives(kind: &Kind, tuple: &Tuple) -> Vec<(Zero, Away)> {
+    let (most, stays): (u8, fn(&Away) -> bool) = match tuple.schedule {
+        Schedule::GPipe | Schedule::OneFOneB | Schedule::Interleaved => (3, |_| false),
+        Schedule::ZbH1 | Schedule::ZbV => (1, |away| away.is_in_passes()),
+        Schedule::PipeDream => (1, |away| *away != Away::default()),
+    };
+    let most = if tuple.dp * tuple.cp > 1 { most } else { 0 };
+    let zeros = kind.zero.iter().filter(|z| z.0 <= most);
+    zeros.flat_map(|&zero| kind.away.iter().filter(|away| !stays(away)).map(move |&away| (zero, away))).collect()
+}
+
 /// The most layers of a kind, split between any two ways, that a stage can hold and run in less than `slow`; all layers at most.
 fn holds(problem: &Problem, prices: &dyn Prices, tuple: &Tuple, (kind, floor): (usize, &Floor), stage: u64, slow: u64) -> u64 {
     let (mesh, links, in_flight): (_, &dyn Links, _) = (tuple.mesh(), prices, tuple.in_flight(stage));
     let (site, kind) = (site_of(prices, tuple, stage), &problem.kinds[kind]);
-    let terms = Terms { links, site, mesh: &mesh, types: tuple.types(problem.types), clip: problem.clip, homes: 1 };
+    let terms = Terms { links, site, mesh: &mesh, types: tuple.types(problem.types), clip: problem.clip, pipeline: tuple.pipeline() };
     let bytes = floor.bytes();
-    let zeros = kind.zero.iter().filter(|z| tuple.dp * tuple.cp > 1 || z.0 == 0);
-    let lives = zeros.flat_map(|&zero| kind.away.iter().map(move |away| (States { zero, offload: away.states }, away.activations)));
-    let syncs: Vec<_> = lives.map(|(states, activations)| (terms.sync(&bytes, states, Home::Together), activations)).collect();
+    let sync = |(zero, away): (Zero, Away)| (terms.sync(&bytes, States { zero, offload: away.states }, Home::Together), away.activations);
+    let syncs: Vec<_> = lives(kind, tuple).into_iter().map(sync).collect();
     // Of each way of living and each corner of each trade: what it takes of workspace and ring, its own bytes, and time. A frame elsewhere is in the ring alone, twice; a corner
     // that stays in later trades has the workspace of the first, so that there it is only repeated.
     let mut ways: Vec<(u64, u64, u64)> = Vec::new();
@@ -460,7 +472,7 @@ pub(crate) fn weights(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple)
     let parted = matches!(tuple.schedule, Schedule::ZbH1 | Schedule::ZbV);
     // How often the slowest stage counts.
     let n = match tuple.schedule {
-        Schedule::GPipe | Schedule::OneFOneB => tuple.micro_batches,
+        Schedule::GPipe | Schedule::OneFOneB | Schedule::PipeDream => tuple.micro_batches,
         Schedule::Interleaved | Schedule::ZbH1 | Schedule::ZbV => 1,
     };
     let sites = prices.groups().sites(tuple.placement, mesh.ranks(), p);
@@ -471,16 +483,17 @@ pub(crate) fn weights(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple)
         let (ways, kind) = (&mut kinds[kind], &problem.kinds[kind]);
         let (offers, before) = (prices.offers(kind.class, tuple.shape(site)), ways.len());
         let halves = if parted { prices.halves(kind.class, tuple.shape(site)) } else { Rc::from([]) };
-        let terms = Terms { links: &*prices, site, mesh: &mesh, types: tuple.types(problem.types), clip: problem.clip, homes: 2.min(p) };
+        let terms = Terms { links: &*prices, site, mesh: &mesh, types: tuple.types(problem.types), clip: problem.clip, pipeline };
         for (offer, at) in offers.iter().zip(0..).filter(|(o, _)| kind.recompute.contains(&o.option.recompute)) {
             let half = halves.get(at);
             if parted && half.is_none() {
                 continue;
             }
-            let zeros = kind.zero.iter().filter(|z| z.0 == 0 || tuple.dp * tuple.cp > 1 && !(parted && z.0 > 1));
-            for (&zero, &Away { states: offload, activations }) in
-                zeros.flat_map(|zero| kind.away.iter().filter(|a| !(parted && a.is_in_passes())).map(move |away| (zero, away)))
-            {
+            // Stages that do not wait for each other share no parameter.
+            if tuple.schedule == Schedule::PipeDream && p > 1 && offer.tie.is_some() {
+                return None;
+            }
+            for (zero, Away { states: offload, activations }) in lives(kind, tuple) {
                 let shares = Home::ALL.map(|home| {
                     let sync = terms.sync(&offer.option.bytes, States { zero, offload }, home);
                     let of = match half {
@@ -508,7 +521,7 @@ pub(crate) fn weights(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple)
     };
     let borders: Vec<(usize, StageTime)> = (0..pipeline.all_virtual() - 1).map(message).collect();
     let messages: StageTime = borders.iter().map(|b| b.1).sum();
-    let terms = Terms { links: &*prices, site: sites[0].0, mesh: &mesh, types: tuple.types(problem.types), clip: problem.clip, homes: 2.min(p) };
+    let terms = Terms { links: &*prices, site: sites[0].0, mesh: &mesh, types: tuple.types(problem.types), clip: problem.clip, pipeline };
     let constant = terms.constant(p);
 
     let mut ties: Vec<Option<(Sharding, States)>> = kinds.iter().flatten().map(|w| w.3.clone()).filter(Option::is_some).collect();

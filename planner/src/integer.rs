@@ -364,7 +364,7 @@ impl Tableau<'_> {
         let build = || {
             let column = |(choice, at): (&crate::menu::Choice, u32)| {
                 let (terms, share) = (choice.terms(home), choice.share(home));
-                let bytes = terms.states + slots.frames * choice.frame + slots.held * choice.held;
+                let bytes = terms.states + slots.frames * choice.frame + slots.held * choice.held + slots.versions * choice.version;
                 Column { time: share.time, end: share.end, bytes, workspace: choice.workspace, ring: terms.ring, choice: at }
             };
             let mut all: Vec<Column> = menu.iter().zip(0..).map(column).collect();

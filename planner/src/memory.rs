@@ -2,12 +2,13 @@
 //! are equal; a test holds them together.
 //!
 //! ```text
-//! arena = scalars + Σ_buckets state(zero) + Σ_layers (frames · frame + held · held) + boundary + max_layers workspace + 2 · max_layers ring(zero)
+//! arena = scalars + Σ_buckets state(zero) + Σ_layers (versions · version + frames · frame + held · held) + boundary + max_layers workspace + 2 · max_layers ring(zero)
 //! host, file = Σ_buckets offloaded state(zero) + Σ_layers frames · offloaded frame
 //! ```
-//! over the layers of all virtual stages of the stage; `frames` and `held` are those of a layer's virtual stage ([`Slots`]).
+//! over the layers of all virtual stages of the stage; `frames`, `held` and `versions` are those of a layer's virtual stage ([`Slots`]).
 //! - *state*: parameters, master copy (16-bit compute types only), gradients, moments, and LAMB's two sums for each parameter; each but those whole or one piece for each rank along data axes that do not shard the parameter, by ZeRO stage;
 //!   what is offloaded (master copy and moments; also gradients; also parameters) is in the memory of the host or in a file instead;
+//! - *version* of a layer whose backward pass reads its parameters: these, put by for a micro-batch in flight, where each micro-batch has an update of its own; among the states;
 //! - *frame* of a layer: its input and everything its backward pass reads (with full recompute: its input alone), one per micro-batch in flight; one that is offloaded
 //!   waits in the memory of the host or in a file, and is in the ring while a pass works on it;
 //! - *held* by a layer where backward passes come in halves: its cotangent and whatever else the weight half finds of the input half;
@@ -69,6 +70,14 @@ pub struct LayerBytes {
     /// Per micro-batch between the halves of its backward pass.
     pub held: u64,
     pub workspace: u64,
+}
+
+impl LayerBytes {
+    /// Bytes of one version of the parameters that is put by for backward passes. (No stage that puts any by has parameters that layers share.)
+    pub fn version(&self, mesh: &Mesh, types: StateTypes) -> u64 {
+        let whole = |bucket: &BucketSize| align(bucket_elems(bucket.elems, bucket.ways(mesh)) * types.dtype(Role::Param).size());
+        if self.reads_back { self.buckets.iter().map(whole).sum() } else { 0 }
+    }
 }
 
 /// Bytes in the order of [`Space::ALL`].
@@ -305,6 +314,7 @@ pub fn arena(layers: &[(&LayerBytes, Residence, Slots)], mesh: &Mesh, types: Sta
             }
             tied_seen |= bucket.tied;
         }
+        states[Space::Device as usize] += slots.versions * layer.version(mesh, types);
         add(&mut frames, frame_bytes(layer.frame, slots.frames, of.activations));
     }
     let elsewhere = |space: Space| states[space as usize] + frames[space as usize];

@@ -12,6 +12,7 @@ use crate::problem::{Kind, Problem};
 use crate::space::Tuple;
 use dplan_ir::pipeline::Slots;
 use dplan_ir::plan::{Residence, States};
+use dplan_ir::program::Updates;
 use dplan_ir::sharding::Sharding;
 use std::rc::Rc;
 
@@ -28,6 +29,8 @@ pub struct Choice {
     /// Bytes of each micro-batch in flight, if they are in the device's memory, and of each between the halves of its backward pass.
     pub frame: u64,
     pub held: u64,
+    /// Bytes of parameters that are put by for each backward pass, where they are.
+    pub version: u64,
     pub workspace: u64,
 }
 
@@ -36,7 +39,16 @@ impl Choice {
     /// One that takes and keeps so much, wherever its layer is.
     pub(crate) fn that_takes(StageTime { time, end }: StageTime, states: u64, workspace: u64, ring: u64) -> Choice {
         let terms = LayerTerms { forward: 0, time, weight: 0, end, states, ring };
-        Choice { offer: 0, residence: Residence::default(), terms: [terms; 3], shares: [StageTime { time, end }; 3], frame: 0, held: 0, workspace }
+        Choice {
+            offer: 0,
+            residence: Residence::default(),
+            terms: [terms; 3],
+            shares: [StageTime { time, end }; 3],
+            frame: 0,
+            held: 0,
+            version: 0,
+            workspace,
+        }
     }
 }
 
@@ -113,7 +125,7 @@ impl Menus {
             less: seats.iter().map(|seat| problem.less[seat.site.index()]).collect(),
             slots: (0..tuple.pp).map(|stage| pipeline.slots(stage)).collect(),
             boundary: distinct.last().copied().unwrap_or(0),
-            constant: Terms { links, site: sites[0].0, mesh: &mesh, types: tuple.types(problem.types), clip: problem.clip, homes: 2.min(tuple.pp) }
+            constant: Terms { links, site: sites[0].0, mesh: &mesh, types: tuple.types(problem.types), clip: problem.clip, pipeline }
                 .constant(tuple.pp),
             tuple,
             sites,
@@ -207,12 +219,17 @@ impl Rows {
             }
             offers.push(all);
         }
+        // Its homes would be updated at different times.
+        let is_apart = tuple.pp > 1 && offers.iter().any(|of| of.iter().any(|o| o.tie.is_some()));
+        if is_apart && tuple.schedule.updates() == Updates::MicroBatch {
+            return None;
+        }
         let in_halves = |kind: &Kind, prices: &mut dyn Prices| if parted { prices.halves(kind.class, shape) } else { Rc::from([]) };
         let halves: Vec<Rc<[Halves]>> = problem.kinds.iter().map(|kind| in_halves(kind, prices)).collect();
         if parted && halves.iter().zip(&offers).any(|(h, o)| h.len() != o.len()) {
             return None;
         }
-        let terms = Terms { links: &*prices, site, mesh: &mesh, types: tuple.types(problem.types), clip: problem.clip, homes: 2.min(tuple.pp) };
+        let terms = Terms { links: &*prices, site, mesh: &mesh, types: tuple.types(problem.types), clip: problem.clip, pipeline };
         for ((kind, offers), halves) in problem.kinds.iter().zip(&offers).zip(&halves) {
             let menu = menu(kind, tuple, &terms, offers, halves);
             if menu.is_empty() {
@@ -228,7 +245,7 @@ impl Rows {
 
 /// The choices of a kind of layer.
 fn menu(kind: &Kind, tuple: &Tuple, terms: &Terms<'_>, offers: &[Offer], halves: &[Halves]) -> Vec<Choice> {
-    let pipeline = tuple.pipeline();
+    let (pipeline, mesh, types) = (tuple.pipeline(), terms.mesh, terms.types);
     let all: Vec<Residence> = kind.residences(tuple).collect();
     // Many options have the same buckets.
     let mut syncs: Vec<(&Offer, Vec<[LayerSync; 3]>)> = Vec::new();
@@ -257,7 +274,8 @@ fn menu(kind: &Kind, tuple: &Tuple, terms: &Terms<'_>, offers: &[Offer], halves:
             let bytes = halves.map_or(bytes, |h| &h.bytes);
             let frame = if residence.activations.is_some() { 0 } else { bytes.frame };
             let workspace = workspace_region(bytes.workspace);
-            menu.push(Choice { offer: index, residence, terms, shares, frame, held: bytes.held, workspace });
+            let version = bytes.version(mesh, types);
+            menu.push(Choice { offer: index, residence, terms, shares, frame, held: bytes.held, version, workspace });
         }
     }
     menu

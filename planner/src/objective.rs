@@ -1,7 +1,7 @@
 //! The objective: one function of a plan, in whole nanoseconds, and how each layer adds to it.
 //!
 //! ```text
-//! T = Σ_s u_s + max_s (m · t_s − u_s) + max_s e_s + c      gpipe, 1f1b, where u = t
+//! T = Σ_s u_s + max_s (m · t_s − u_s) + max_s e_s + c      gpipe, 1f1b, pipedream, where u = t
 //! T = Σ_s u_s + max_s (m · t_s − u_s + e_s) + c            interleaved, zb-h1, zb-v
 //! t_s = Σ_layers t(option, zero) + messages over the borders behind its virtual stages, both ways
 //! e_s = Σ_layers e(option, zero)
@@ -11,7 +11,7 @@
 //! backward `b` (where it is parted: input half `b`, weight half `w`), and of messages `x` both ways, on `v` virtual stages a stage:
 //!
 //! ```text
-//! gpipe, 1f1b    u = f + b                          u(x) = x
+//! gpipe, 1f1b    u = f + b                          u(x) = x; so pipedream
 //! interleaved    u = (f + b) / v                    u(x) = x / v
 //! zb-h1          u = max(f + b − w, f, b)           u(x) = x
 //! zb-v           u = max(f / 2, b / 2, b − w)       u(x) = x / 2
@@ -42,6 +42,9 @@
 //!
 //! A parted backward pass hides the reduction beside its weight half alone: `w` stands in the place of `b` in `e`. It has ZeRO 0 or 1.
 //!
+//! Where each micro-batch has an update of its own (pipedream), `e` is a part of `t`, and with it the time of putting parameters by for a backward pass (on every stage of several, as if
+//! the last did too): only the loss is left for the end of the step.
+//!
 //! `rest` sums what tensor parallelism left partial; `update` streams gradients, states and parameters through memory, once more for the norm. LAMB's trust ratios
 //! come before it, beside nothing: states and gradients are read once more, and a small reduction follows.
 //! `x ∥ y = max(x, y) + 20 % · min(x, y)`: traffic beside compute is never free. A layer hides its own traffic and no more, so terms add up whatever the
@@ -57,7 +60,7 @@ use crate::units::Nanos;
 use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::pipeline::Pipeline;
 use dplan_ir::plan::{Clip, Schedule, States, Store, Zero};
-use dplan_ir::program::{Pattern, Role, Space};
+use dplan_ir::program::{Pattern, Role, Space, Updates};
 
 /// Part of hidden traffic that still costs time: copies and reductions of a collective take memory bandwidth and cores from the compute they overlap.
 /// Allowance, in percent: Hetu-Galvatron's profiles of NCCL beside compute have coefficients of 1.1 to 1.3.
@@ -100,7 +103,7 @@ impl std::iter::Sum for StageTime {
 /// How often the slowest stage's `time` counts.
 pub fn repeats(pipeline: &Pipeline) -> u64 {
     match pipeline.schedule {
-        Schedule::GPipe | Schedule::OneFOneB => pipeline.micro_batches,
+        Schedule::GPipe | Schedule::OneFOneB | Schedule::PipeDream => pipeline.micro_batches,
         Schedule::Interleaved | Schedule::ZbH1 | Schedule::ZbV => 1,
     }
 }
@@ -110,7 +113,7 @@ pub fn share(pipeline: &Pipeline, layer: &LayerTerms) -> StageTime {
     let &LayerTerms { forward: f, time, weight: w, end, .. } = layer;
     let b = time - f - w;
     let ramp = match pipeline.schedule {
-        Schedule::GPipe | Schedule::OneFOneB => time,
+        Schedule::GPipe | Schedule::OneFOneB | Schedule::PipeDream => time,
         Schedule::Interleaved => time.div_ceil(pipeline.virtual_stages),
         Schedule::ZbH1 => (f + b).saturating_sub(w).max(f).max(b),
         Schedule::ZbV => f.max(b).div_ceil(2).max(b.saturating_sub(w)),
@@ -125,7 +128,7 @@ pub fn border(pipeline: &Pipeline, messages: u64) -> StageTime {
 
 fn ramped(pipeline: &Pipeline, ramp: u64, time: u64, end: u64) -> StageTime {
     match pipeline.schedule {
-        Schedule::GPipe | Schedule::OneFOneB => StageTime { time, end },
+        Schedule::GPipe | Schedule::OneFOneB | Schedule::PipeDream => StageTime { time, end },
         Schedule::Interleaved | Schedule::ZbH1 | Schedule::ZbV => StageTime { time: ramp, end: pipeline.micro_batches * time - ramp + end },
     }
 }
@@ -146,8 +149,7 @@ pub struct Terms<'a> {
     pub mesh: &'a Mesh,
     pub types: StateTypes,
     pub clip: Clip,
-    /// Stages that the homes of a tied parameter are on, where they are not on one.
-    pub homes: u64,
+    pub pipeline: Pipeline,
 }
 
 /// How the homes of a tied parameter lie, as seen from one of them.
@@ -193,6 +195,9 @@ pub struct LayerSync {
     turn: Turn,
     /// An offloaded frame: its bytes, and nanoseconds one way.
     frame: (u64, u64),
+    updates: Updates,
+    /// Nanoseconds of putting parameters by for a micro-batch's backward pass.
+    stash: u64,
 }
 
 /// Nanoseconds of a group of buckets.
@@ -238,7 +243,11 @@ impl LayerSync {
         let (comes, frame) = (gather + every.fetch, self.frame.1);
         let forward = beside(f, comes + frame);
         let backward = beside(b, if self.reads_back { comes } else { 0 } + reduce + every.carry + frame) + add;
-        LayerTerms { forward, time: forward + backward, weight: 0, end: self.end(b), states: self.states, ring: self.ring() }
+        let (time, end) = match self.updates {
+            Updates::Step => (forward + backward, self.end(b)),
+            Updates::MicroBatch => (forward + backward + self.end(b) + self.stash, 0),
+        };
+        LayerTerms { forward, time, weight: 0, end, states: self.states, ring: self.ring() }
     }
 
     /// The same layer with an offloaded frame of so many bytes, whose copy one way takes so long.
@@ -303,9 +312,9 @@ impl LayerSync {
         hidden + self.once.gather
     }
 
-    /// Nanoseconds of the optimizer's own work, sums for trust ratios included.
+    /// Nanoseconds of the optimizer's own work in one update, sums for trust ratios and parameters put by included.
     pub fn update(&self) -> u64 {
-        self.once.update + self.once.trust
+        self.once.update + self.once.trust + self.stash
     }
 }
 
@@ -327,6 +336,12 @@ impl Terms<'_> {
             states: bytes.buckets.iter().filter(counted).map(|b| state_bytes(b, self.mesh, states, self.types)[Space::Device as usize]).sum(),
             turn: turn(bytes, self.mesh, states, self.types),
             frame: (0, 0),
+            updates: self.pipeline.schedule.updates(),
+            // Read and written; the last stage puts nothing by, but layers are priced alike on all.
+            stash: match self.pipeline.slots(0)[0].versions {
+                0 => 0,
+                _ => self.links.sweep(self.site, 2 * bytes.version(self.mesh, self.types)).0,
+            },
         }
     }
 
@@ -352,7 +367,9 @@ impl Terms<'_> {
         let over = |axes, pattern, bytes| self.links.collective(self.site, self.mesh, axes, pattern, bytes).0;
         let steps = self.types.sync.steps(self.mesh, data);
         let apart = bucket.tied && home == Home::Apart;
-        let over_stages = |axes, bytes| if apart { self.links.across_stages(self.mesh, axes, self.homes, bytes).0 } else { 0 };
+        // Where the homes of a tied parameter are not on one stage, they are on two.
+        let homes = 2.min(self.pipeline.stages);
+        let over_stages = |axes, bytes| if apart { self.links.across_stages(self.mesh, axes, homes, bytes).0 } else { 0 };
         let wire = on_wire(bucket.elems, ways, self.types);
         let (reduce, rest, late) = match (zero.0, wire) {
             (0, None) if apart => (0, 0, over_stages(data.union(bucket.partial), grads)),
@@ -496,7 +513,8 @@ mod tests {
                     wire: Wire::ALL[round as usize % 7 / 6],
                     sync,
                 };
-                let terms = Terms { links: &cluster, site: Site::ONLY, mesh: &mesh, types, clip: Clip::GlobalNorm, homes: 2 };
+                let pipeline = Pipeline { schedule: Schedule::OneFOneB, stages: 2, virtual_stages: 1, micro_batches: 4 };
+                let terms = Terms { links: &cluster, site: Site::ONLY, mesh: &mesh, types, clip: Clip::GlobalNorm, pipeline };
                 for (zero, offload, home) in
                     (0..4).flat_map(|z| Offload::ALL.map(|o| (z, o))).flat_map(|(z, o)| Home::ALL.map(|home| (Zero(z), o, home)))
                 {

@@ -6,6 +6,7 @@ use crate::machine::nearest;
 use dplan_ir::mesh::Keys;
 use dplan_ir::nest::Nest;
 use dplan_ir::plan::{Away, Plan, Recompute, Schedule, Wire, Zero};
+use dplan_ir::program::Updates;
 use dplan_ir::sync::Sync;
 use std::fmt;
 
@@ -144,6 +145,11 @@ pub struct Pins {
 }
 
 impl Pins {
+    /// When parameters are updated under these pins: it changes numbers, so it is no choice of the planner's, and once a step where nothing is said.
+    pub fn updates(&self) -> Updates {
+        self.schedule.values().and_then(|pinned| pinned.first()).map_or(Updates::Step, |schedule| schedule.updates())
+    }
+
     /// What must be pinned for another plan to compute what this one does, and to have a choice of it that planners do not make unasked.
     pub fn that_keep(plan: &Plan) -> Pins {
         fn kept<T: PartialEq>(this: T, usual: T) -> Allowed<T> {
@@ -154,6 +160,10 @@ impl Pins {
             keys: kept(plan.keys, Keys::Gathered),
             sync: kept(Asked::This(plan.sync), Asked::This(Sync::Flat)),
             nest: kept(plan.nest, Nest::default()),
+            schedule: match plan.schedule.updates() {
+                Updates::Step => Allowed::ANY,
+                Updates::MicroBatch => Allowed::only(vec![plan.schedule]),
+            },
             ..Pins::default()
         }
     }
@@ -220,7 +230,17 @@ impl Pins {
                 "cp" => pins.cp = Allowed::only(list(pin, values, count)?),
                 "ep" => pins.ep = Allowed::only(list(pin, values, count)?),
                 "micro" => pins.micro_batch = Allowed::only(list(pin, values, count)?),
-                "schedule" => pins.schedule = Allowed::only(list(pin, values, schedule)?),
+                "schedule" => {
+                    let asked = list(pin, values, schedule)?;
+                    if asked.len() > 1 && asked.iter().any(|s| s.updates() == Updates::MicroBatch) {
+                        return Err(PinError::Value {
+                            pin: pin.into(),
+                            value: values.into(),
+                            expected: "pipedream alone, or schedules without it: it trains on stale weights, so they differ in what is computed",
+                        });
+                    }
+                    pins.schedule = Allowed::only(asked);
+                }
                 "virtual" => pins.virtual_stages = Allowed::only(list(pin, values, count)?),
                 "sp" => pins.boundary = Allowed::only(list(pin, values, on_off)?),
                 "zero" => pins.zero.pin(range, list(pin, values, zero)?),
@@ -377,12 +397,10 @@ fn zero(value: &str) -> Option<Parsed<Zero>> {
     Some(value.parse().ok().filter(|&z: &u8| z <= 3).map(Zero).ok_or("a ZeRO stage, 0 to 3"))
 }
 
-/// Values that are planned for are known, and not supported yet.
 fn schedule(value: &str) -> Option<Parsed<Schedule>> {
     match Schedule::from_name(value) {
         Some(schedule) => Some(Ok(schedule)),
-        None if value == "pipedream" => None,
-        None => Some(Err("a schedule: gpipe, 1f1b, interleaved, zb-h1, zb-v")),
+        None => Some(Err("a schedule: gpipe, 1f1b, interleaved, zb-h1, zb-v; or pipedream, alone")),
     }
 }
 
@@ -441,6 +459,7 @@ mod tests {
             "dp=2,tp=1+2,pp=4,cp=1+2,ep=2,micro=1",
             "cp=2+4,keys=gather+ring",
             "schedule=gpipe+1f1b+zb-v,virtual=1+2,sp=off",
+            "schedule=pipedream",
             "zero=0+1,zero@0-11=3,offload=none+optimizer:nvme/activations,offload@2-3=optimizer+activations:nvme,recompute=none,recompute@4-4=selective+full",
             "micro=2,wire=bf16",
             "sync=flat+hierarchical+hierarchical:2+tree+server,map=dp.ep.cp.tp+ep.cp.tp.dp",
@@ -472,7 +491,7 @@ mod tests {
             ("cp=0", "`0` is not a positive whole number"),
             ("offload=activations/optimizer", "`activations`, or both joined by `/`"),
             ("offload=everything", "`none`; `optimizer`, `gradients`"),
-            ("schedule=pipedream", "not supported yet"),
+            ("schedule=pipedream+1f1b", "differ in what is computed"),
             ("schedule=fast", "gpipe, 1f1b, interleaved, zb-h1, zb-v"),
             ("recompute=some", "`none`, `selective` or `full`"),
             ("sp=maybe", "`on` or `off`"),

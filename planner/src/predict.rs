@@ -106,7 +106,7 @@ pub fn predict(graph: &Graph, classes: &[u32], cluster: &Cluster, plan: &Plan) -
     let types = StateTypes::of(plan);
     let pipeline = plan.pipeline();
     let (p, m) = (pipeline.stages, pipeline.micro_batches);
-    let terms = |site| Terms { links: cluster, site, mesh: &mesh, types, clip: plan.clip, homes: 2.min(p) };
+    let terms = |site| Terms { links: cluster, site, mesh: &mesh, types, clip: plan.clip, pipeline };
     let constant = terms(seats[0].site).constant(p);
     let crossing: Vec<u64> = boundaries(&pricings[&seats[0].site]);
     let boundary = crossing.iter().copied().max().unwrap_or(0);
@@ -144,9 +144,10 @@ pub fn predict(graph: &Graph, classes: &[u32], cluster: &Cluster, plan: &Plan) -
                 work.weight += terms.weight;
                 let compute = layer.option.time().0 - layer.traffic;
                 part.compute += Nanos(m * compute);
-                part.optimizer += Nanos(sync.update());
+                let updates = plan.schedule.updates().count(m) * sync.update();
+                part.optimizer += Nanos(updates);
                 part.offload += Nanos(sync.offload());
-                part.exposed_comm += Nanos(m * (terms.time - compute) + terms.end - sync.update() - sync.offload());
+                part.exposed_comm += Nanos(m * (terms.time - compute) + terms.end - updates - sync.offload());
                 bytes.push((layer.bytes(), residence, slots));
             }
             let next = Some(c + 1).filter(|&n| n < pipeline.all_virtual()).map(|n| pipeline.stage_of(n)).filter(|&n| n != stage);

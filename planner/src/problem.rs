@@ -6,6 +6,7 @@ use crate::placement::Site;
 use crate::prices::{Floor, Prices, Reference};
 use crate::space::Tuple;
 use dplan_ir::plan::{Away, Clip, Recompute, Residence, States, Zero};
+use dplan_ir::program::Updates;
 
 /// Layers that are alike and are pinned alike.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -18,16 +19,17 @@ pub struct Kind {
 
 impl Kind {
     /// Where its layers may live in a tuple: ranks that share nothing have one ZeRO stage, and with backward passes in halves parameters and gradients stay, whole, and
-    /// activations.
+    /// activations; where each micro-batch has an update of its own, everything does.
     pub fn residences(&self, tuple: &Tuple) -> impl Iterator<Item = Residence> {
-        let most = match (tuple.dp * tuple.cp, tuple.pipeline().parts_backward()) {
-            (1, _) => 0,
-            (_, true) => 1,
-            (_, false) => 3,
+        let (parted, updates) = (tuple.pipeline().parts_backward(), tuple.schedule.updates());
+        let most = match (tuple.dp * tuple.cp, parted, updates) {
+            (1, ..) => 0,
+            (_, true, _) | (_, _, Updates::MicroBatch) => 1,
+            (_, false, Updates::Step) => 3,
         };
         let zeros = self.zero.iter().copied().filter(move |z| z.0 <= most);
-        let parted = tuple.pipeline().parts_backward();
-        let ways = move || self.away.iter().filter(move |a| !(parted && a.is_in_passes()));
+        let stays = move |a: &Away| parted && a.is_in_passes() || updates == Updates::MicroBatch && *a != Away::default();
+        let ways = move || self.away.iter().filter(move |a| !stays(a));
         zeros.flat_map(move |zero| ways().map(move |a| Residence { states: States { zero, offload: a.states }, activations: a.activations }))
     }
 }
@@ -61,10 +63,14 @@ fn searched(pins: &Pins) -> Vec<Away> {
 }
 
 impl Problem {
-    /// What gradients are exchanged in is what pins say, and nothing is rounded where they say nothing. `memory_limit` is
+    /// What gradients are exchanged in is what pins say, and nothing is rounded where they say nothing; stages that do not wait for each other have no norm, so that nothing is clipped. `memory_limit` is
     /// for arena and context of each device together; the device's memory if absent or less.
     pub fn new(prices: &dyn Prices, devices: u64, batch: u64, types: StateTypes, clip: Clip, pins: Pins, memory_limit: Option<u64>) -> Problem {
         let types = StateTypes { wire: pins.wire.unwrap_or_default(), ..types };
+        let clip = match pins.updates() {
+            Updates::Step => clip,
+            Updates::MicroBatch => Clip::None,
+        };
         let mut kinds: Vec<Kind> = Vec::new();
         let layers = prices.classes().iter().zip(0..).map(|(&class, layer)| {
             let zero = (0..=3).map(Zero).filter(|z| pins.zero.allows(layer, z)).collect();

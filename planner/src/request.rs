@@ -22,6 +22,7 @@ use dplan_ir::dtype::DType;
 use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::Optimizer;
 use dplan_ir::plan::{Away, Clip, LayerPlan, Plan, Schedule, StagePlan, Store};
+use dplan_ir::program::Updates;
 
 /// Everything that decides the answer.
 pub struct Request<'a> {
@@ -126,6 +127,15 @@ pub enum Refusal {
     Batch { batch: u64, nearest: Option<u64>, pins: String },
     #[error("no layer choice is possible{}: some layer cannot be split this way, or ZeRO is pinned without data parallelism", under(pins))]
     Impossible { pins: String },
+    #[error(
+        "no plan is possible{}: the schedule pipedream updates every stage at its own times, so it needs ZeRO 0 or 1, nothing offloaded, and one stage where layers share a parameter",
+        under(pins)
+    )]
+    Stale { pins: String },
+    #[error(
+        "pin `schedule=pipedream` in {compute}: its loss is scaled, and the norm that finds overflow is of all stages, of which none waits for others; expected f32, f64 or bf16"
+    )]
+    Scaled { compute: DType },
     #[error("no pipeline is possible{}: {needs}", under(pins))]
     Pipeline { needs: String, pins: String },
     #[error("{0}")]
@@ -206,6 +216,9 @@ impl<'a> Planner<'a> {
     pub fn new(request: Request<'a>) -> Result<Planner<'a>, Refusal> {
         let prices = Model::new(request.graph, request.classes, request.cluster)?;
         request.pins.check_layers(request.classes.len() as u32)?;
+        if request.compute.scales_loss() && request.pins.updates() == Updates::MicroBatch {
+            return Err(Refusal::Scaled { compute: request.compute });
+        }
         let types = StateTypes::new(request.compute, request.optimizer);
         let (devices, limit) = (request.cluster.devices(), request.memory_limit.map(|b| b.0));
         let problem = Problem::new(&prices, devices, request.batch, types, request.clip, request.pins.clone(), limit);
@@ -386,6 +399,7 @@ impl<'a> Planner<'a> {
             let Problem { devices, batch, .. } = self.problem;
             return match needs_of_pipelines(&self.prices, devices, batch, &self.problem.pins) {
                 Some(needs) => Refusal::Pipeline { needs, pins },
+                None if self.problem.pins.updates() == Updates::MicroBatch => Refusal::Stale { pins },
                 None => Refusal::Impossible { pins },
             };
         };

@@ -24,7 +24,7 @@ pub(crate) struct Load {
 impl Load {
     pub fn of(choice: &Choice, home: Home, slots: Slots) -> Load {
         let (terms, StageTime { time, end }) = (choice.terms(home), choice.share(home));
-        let bytes = terms.states + slots.frames * choice.frame + slots.held * choice.held;
+        let bytes = terms.states + slots.frames * choice.frame + slots.held * choice.held + slots.versions * choice.version;
         Load { time, end, bytes, workspace: choice.workspace, ring: terms.ring }
     }
     pub fn arena(&self) -> u64 {

@@ -17,7 +17,7 @@ fn pipeline(dice: &mut Dice, schedule: Schedule) -> Pipeline {
     loop {
         let (stages, micro_batches) = (dice.within(1, 9), dice.within(1, 24));
         let virtual_stages = match schedule {
-            Schedule::GPipe | Schedule::OneFOneB | Schedule::ZbH1 => 1,
+            Schedule::GPipe | Schedule::OneFOneB | Schedule::ZbH1 | Schedule::PipeDream => 1,
             Schedule::Interleaved => dice.within(2, 4),
             Schedule::ZbV => 2,
         };
@@ -64,7 +64,9 @@ fn bounds(works: &[StageWork], pipeline: &Pipeline) -> (u64, u64) {
     let most = |of: fn(&StageWork) -> u64| works.iter().map(of).max().unwrap();
     let (f, b, w) = (most(|s| s.forward + s.message), most(|s| s.backward + s.message), most(|s| s.weight));
     let upper = match pipeline.schedule {
-        Schedule::GPipe | Schedule::OneFOneB => works.iter().map(|s| s.forward + s.backward + 2 * s.message).sum::<u64>() + (m - 1) * (f + b),
+        Schedule::GPipe | Schedule::OneFOneB | Schedule::PipeDream => {
+            works.iter().map(|s| s.forward + s.backward + 2 * s.message).sum::<u64>() + (m - 1) * (f + b)
+        }
         Schedule::Interleaved => (v * m + p - 1) * (f + b),
         Schedule::ZbH1 => m * (f + b + w) + (p - 1) * (f + b).saturating_sub(w).max(f).max(b),
         Schedule::ZbV => 2 * m * (f + b + w) + (p - 1) * f.max(b).max(2 * b.saturating_sub(w)),
@@ -87,7 +89,7 @@ fn the_longest_path_lies_between_its_bounds() {
             let works = works(&pipeline, || {
                 let forward = dice.within(1, most);
                 let (backward, weight) = match schedule {
-                    Schedule::GPipe | Schedule::OneFOneB | Schedule::Interleaved | Schedule::ZbH1 => {
+                    Schedule::GPipe | Schedule::OneFOneB | Schedule::Interleaved | Schedule::ZbH1 | Schedule::PipeDream => {
                         (dice.within(1, 3 * forward), dice.within(0, most))
                     }
                     // Its upper bound holds where input halves are longest.
@@ -106,7 +108,7 @@ fn the_objective_is_an_upper_bound_where_all_stages_share_one_ratio_of_passes() 
     let mut dice = Dice(2);
     let (mut met, mut worst) = (0, 0.0f64);
     for _ in 0..3000 {
-        for schedule in [Schedule::GPipe, Schedule::OneFOneB] {
+        for schedule in [Schedule::GPipe, Schedule::OneFOneB, Schedule::PipeDream] {
             let pipeline = pipeline(&mut dice, schedule);
             let most = [5, 1000][dice.within(0, 1) as usize];
             let even = works(&pipeline, || {

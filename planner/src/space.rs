@@ -16,6 +16,7 @@ use dplan_ir::mesh::{Degrees, Keys, Mesh};
 use dplan_ir::nest::{Nest, Way};
 use dplan_ir::pipeline::Pipeline;
 use dplan_ir::plan::{Placement, Schedule};
+use dplan_ir::program::Updates;
 use dplan_ir::ring::Ring;
 use dplan_ir::sync::Sync;
 
@@ -79,7 +80,9 @@ impl Tuple {
     /// Micro-batches of which every layer of a stage keeps its input, at least.
     pub fn in_flight(&self, stage: u64) -> u64 {
         match self.schedule {
-            Schedule::GPipe | Schedule::OneFOneB | Schedule::ZbH1 => self.pipeline().slots(stage).iter().map(|s| s.frames).min().unwrap_or(1),
+            Schedule::GPipe | Schedule::OneFOneB | Schedule::ZbH1 | Schedule::PipeDream => {
+                self.pipeline().slots(stage).iter().map(|s| s.frames).min().unwrap_or(1)
+            }
             Schedule::Interleaved | Schedule::ZbV => 1,
         }
     }
@@ -190,10 +193,14 @@ impl Asked {
     }
 }
 
-/// The schedules that are searched: gpipe and 1f1b, and those that are pinned, by name or by their virtual stages.
+/// The schedules that are searched: gpipe and 1f1b, and those that are pinned, by name or by their virtual stages; but one that changes numbers by its name alone.
 pub fn searched(pins: &Pins) -> Vec<Schedule> {
     let pinned = pins.schedule.is_pinned() || pins.virtual_stages.values().is_some_and(|v| v.iter().any(|&v| v > 1));
-    Schedule::ALL.into_iter().filter(|s| pins.schedule.allows(s) && (pinned || s.is_plain())).collect()
+    let asked = |s: &Schedule| match s.updates() {
+        Updates::Step => pinned || s.is_plain(),
+        Updates::MicroBatch => pins.schedule.is_pinned(),
+    };
+    Schedule::ALL.into_iter().filter(|s| pins.schedule.allows(s) && asked(s)).collect()
 }
 
 /// Every pipeline of so many stages and micro-batches that the pins allow, each virtual stage with a layer at least.

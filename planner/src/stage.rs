@@ -441,7 +441,7 @@ mod tests {
             };
             let menus: Vec<Vec<Choice>> = (0..2).map(&mut menu).collect();
             let room = draw(20, 200);
-            let group = |row: usize, count: usize| Group { row, home: Home::Together, slots: Slots { frames: 1, held: 0 }, count };
+            let group = |row: usize, count: usize| Group { row, home: Home::Together, slots: Slots { frames: 1, held: 0, versions: 0 }, count };
             let bag = if draw(0, 3) == 0 { vec![group(0, 1)] } else { vec![group(0, draw(1, 3) as usize), group(1, 1)] };
             let layers = bag.iter().flat_map(|group| std::iter::repeat_n(group, group.count));
             let mut ways = vec![Load::default()];

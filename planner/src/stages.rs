@@ -437,7 +437,8 @@ impl<'a> Stages<'a> {
             let of = |kind: usize| {
                 let menu = &self.menus.choices[self.menus.row(stage, kind)];
                 let states = |c: &Choice| Home::ALL.map(|h| c.terms(h).states).into_iter().min().unwrap_or(0);
-                let bytes = menu.iter().map(|c| states(c) + slots.frames * c.frame + slots.held * c.held).min().unwrap_or(0);
+                let bytes =
+                    menu.iter().map(|c| states(c) + slots.frames * c.frame + slots.held * c.held + slots.versions * c.version).min().unwrap_or(0);
                 let workspace = menu.iter().map(|c| c.workspace).min().unwrap_or(0);
                 let ring = menu.iter().map(|c| c.terms(Home::Together).ring).min().unwrap_or(0);
                 (bytes, workspace, ring)

@@ -268,6 +268,8 @@ fn refused(args: &Args, refusal: &Refusal) -> Result<Outcome> {
         | Refusal::TooMuch { .. }
         | Refusal::Batch { .. }
         | Refusal::Pipeline { .. }
+        | Refusal::Stale { .. }
+        | Refusal::Scaled { .. }
         | Refusal::Impossible { .. } => Err(anyhow::anyhow!("{refusal}").into()),
     }
 }

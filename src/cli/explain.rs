@@ -107,7 +107,9 @@ fn space_of(plan: &Plan) -> Result<Pins> {
 fn orders(file: &PlanFile, classes: &[u32], asked: &Asked) -> Result<Vec<(Schedule, Option<(Plan, Prediction)>)>> {
     let plan = &file.plan;
     // `gpipe` costs what `1f1b` does and keeps more.
-    let others = Schedule::ALL.into_iter().filter(|&s| plan.pp() > 1 && s != plan.schedule && s != Schedule::GPipe);
+    // Another time of updates is another training run.
+    let alike = |s: Schedule| s.updates() == plan.schedule.updates();
+    let others = Schedule::ALL.into_iter().filter(|&s| plan.pp() > 1 && s != plan.schedule && s != Schedule::GPipe && alike(s));
     let best = |schedule: Schedule| -> Result<_> {
         let (dp, ep, cp, tp, pp) = (plan.dp, plan.ep, plan.cp, plan.tp, plan.pp());
         let keys = plan.keys.name();

@@ -10,6 +10,7 @@ use dplan_ir::dtype::DType;
 use dplan_ir::mesh::Keys;
 use dplan_ir::nest::Nest;
 use dplan_ir::plan::{Away, Plan};
+use dplan_ir::program::Updates;
 use dplan_ir::sync::Sync;
 use dplan_planner::baselines::Baseline;
 use dplan_planner::machine::Machine;
@@ -115,7 +116,7 @@ pub fn chosen(file: &PlanFile) -> Value {
         object
     };
     let stages: Vec<Value> = (0..pipeline.stages).map(stage).collect();
-    json!({
+    let mut chosen = json!({
         "dp": plan.dp, "tp": plan.tp, "cp": plan.cp, "keys": plan.keys.name(), "ep": plan.ep, "etp": 1, "pp": plan.pp(), "virtual": plan.virtual_stages, "schedule": plan.schedule.name(),
         "wire": plan.wire.name(), "sync": plan.sync.name(), "map": plan.nest.to_string(),
         "micro_batch": plan.micro_batch, "micro_batches": plan.micro_batches, "sp": plan.boundary.is_some(), "stages": stages,
@@ -123,7 +124,12 @@ pub fn chosen(file: &PlanFile) -> Value {
             let o = plan.layer(l);
             json!({ "zero": o.zero.0, "offload": o.away().name(), "recompute": o.recompute.name() })
         }).collect::<Vec<_>>(),
-    })
+    });
+    match plan.schedule.updates() {
+        Updates::Step => {}
+        Updates::MicroBatch => chosen["staleness"] = (0..pipeline.stages).map(|stage| pipeline.staleness(stage)).collect(),
+    }
+    chosen
 }
 
 fn predicted(p: &Prediction, file: &PlanFile, run: TrainingRun) -> Value {
@@ -209,6 +215,9 @@ pub fn choice(file: &PlanFile) -> String {
     let plan = &file.plan;
     let mut out = String::new();
     let _ = writeln!(out, "plan        {}, {} of {} micro-batches of {}", degrees(plan), plan.schedule.name(), plan.micro_batches, plan.micro_batch);
+    if let Some(stale) = staleness(file) {
+        let _ = writeln!(out, "stale       {stale}");
+    }
     if let Some(ranks) = ranks(file) {
         let _ = writeln!(out, "ranks       {ranks}");
     }
@@ -255,6 +264,21 @@ pub fn choice(file: &PlanFile) -> String {
         let _ = writeln!(out, "  {place}{on} layers {}", runs.join("; "));
     }
     out
+}
+
+/// Where each micro-batch has an update of its own: with how old parameters each stage works.
+pub fn staleness(file: &PlanFile) -> Option<String> {
+    let pipeline = file.plan.pipeline();
+    match file.plan.schedule.updates() {
+        Updates::Step => None,
+        Updates::MicroBatch => {
+            let of: Vec<String> = (0..pipeline.stages).map(|stage| pipeline.staleness(stage).to_string()).collect();
+            let count = pipeline.micro_batches;
+            let window = format!("asynchronous: {count} updates a step, each with one micro-batch's gradient, which is not clipped");
+            let staleness = format!("{} updates old on stages 0 to {}", of.join(", "), pipeline.stages - 1);
+            Some(if pipeline.stages == 1 { window } else { format!("{window}; gradients are of parameters {staleness}") })
+        }
+    }
 }
 
 /// Where the cluster has groups of devices: those that a stage is on.

@@ -4,6 +4,7 @@ use super::output;
 use super::{Outcome, Result};
 use crate::certfile::Certificate;
 use crate::planfile::PlanFile;
+use dplan_ir::program::Updates;
 use dplan_ir::{layers, text, verify};
 use dplan_planner::certificate::{Checked, check};
 use dplan_planner::predict::predict;
@@ -61,6 +62,12 @@ pub fn run(args: Args) -> Result<Outcome> {
         output::say!("  every collective met in one order, every message received, all ranks reach the end");
         output::say!("  every read after the write it needs, no live bytes overlap, peak memory is the arena");
         output::say!("  every gradient reduced once over the axes it is partial on, the loss divided once");
+        match file.program.updates {
+            Updates::Step => {}
+            Updates::MicroBatch => output::say!(
+                "  every micro-batch's gradient applied once, by itself; both passes of a micro-batch work with one version of parameters, as old as the schedule says"
+            ),
+        }
     } else {
         output::put!("{}", verify::report::annotate(&text::program_printed(&file.program, &file.graph), &violations));
         eprintln!("{}: {} violations", args.plan.display(), violations.len());

@@ -129,7 +129,7 @@ pub fn observe(plan: &PlanFile, profile: &Profile, cluster: &Cluster) -> Result<
             Instr::Collective { pattern, .. } => pattern.name().to_string(),
             Instr::Send { .. } => "send".into(),
             Instr::Recv { .. } => "receive".into(),
-            _ if instruction.kind == SegmentKind::Update => "optimizer".into(),
+            _ if matches!(instruction.kind, SegmentKind::Update | SegmentKind::Stash) => "optimizer".into(),
             instr => class_of(&plan.graph, &plan.program, stage, instr).into(),
         };
         observations.push(Observation { class, work, calls, ran_on, predicted, measured, whole: (total / count as i128) as Ns });

@@ -108,7 +108,7 @@ fn passes(rank: usize, stage: usize, program: &Program, pipeline: Pipeline, span
             SegmentKind::Backward | SegmentKind::BackwardLast => Pass::Backward,
             SegmentKind::BackwardInput => Pass::Input,
             SegmentKind::BackwardWeight | SegmentKind::BackwardWeightLast => Pass::Weight,
-            SegmentKind::Begin | SegmentKind::Update => continue,
+            SegmentKind::Begin | SegmentKind::Update | SegmentKind::Stash | SegmentKind::End => continue,
         };
         // The segments of a virtual stage follow its forward one.
         let forwards = segments.iter().filter(|(id, s)| s.kind == SegmentKind::Forward && *id <= first.segment).count();

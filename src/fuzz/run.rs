@@ -11,11 +11,11 @@ use dplan_ir::entity::{ParamId, Table};
 use dplan_ir::graph::Graph;
 use dplan_ir::init;
 use dplan_ir::interp::Tensor;
-use dplan_ir::interp::graph::{TrainState, train_step_of, update_step};
+use dplan_ir::interp::graph::{TrainState, Window, train_step_of, train_window, update_step, window_step};
 use dplan_ir::interp::program::ProgramRun;
 use dplan_ir::optimizer::{Hyper, StepScalars};
-use dplan_ir::plan::Clip;
-use dplan_ir::program::{Program, Role};
+use dplan_ir::plan::{Clip, Plan};
+use dplan_ir::program::{Program, Role, Updates};
 use dplan_ir::verify::verify_program;
 use dplan_planner::drawn::{Case, Dice, inputs};
 use dplan_planner::lower;
@@ -197,7 +197,8 @@ pub fn scalars(case: &Case, graph: &Graph, step: u64) -> StepScalars {
     // As in a run: steps take sequences one after the other.
     let sequences = graph.batch.map_or(0, |d| graph.size(d)) * case.micro_batches;
     let draws = Draws { seed: INIT, sequence: (step - 1) * sequences };
-    StepScalars { loss_scale, draws, ..StepScalars::new(hyper, step, 1.0 / tokens as f64) }
+    let updates = case.schedule.updates().count(case.micro_batches);
+    StepScalars { loss_scale, draws, ..StepScalars::new(hyper, (step - 1) * updates + 1, 1.0 / tokens as f64) }
 }
 
 /// The inputs of each micro-batch of a step.
@@ -213,15 +214,21 @@ fn on_one_device(case: &Case, graph: &Graph) -> Result<Trained, Fault> {
         Some(_) => Some(Rounding::new(graph, &plan).map_err(|e| Fault::Refused(e.to_string()))?),
         None => None,
     };
+    let lag = lag(graph, &plan);
     let mut state = TrainState::new(init::params(graph, INIT), case.optimizer);
     let mut trained = Trained { losses: Vec::new(), norms: Vec::new(), tensors: Vec::new() };
     let plain = |t: &Table<ParamId, Tensor>| t.map(|_, t| t.data.clone());
     for step in 1..=STEPS {
         let at = StepScalars { loss_scale: 1.0, ..scalars(case, graph, step) };
         let batches = batches(case, graph, step);
-        let report = match &rounding {
-            None => train_step_of(graph, &mut state, &batches, &at, case.optimizer, case.decay),
-            Some(rounding) => {
+        let window = Window { scalars: &at, optimizer: case.optimizer, groups: case.decay, lag: &lag };
+        let report = match (&rounding, case.schedule.updates()) {
+            (None, Updates::MicroBatch) => train_window(graph, &mut state, &batches, &window),
+            (Some(rounding), Updates::MicroBatch) => {
+                window_step(graph, &mut state, &batches, &window, |params, inputs, own| rounding.step(params, &[inputs.to_vec()], own))
+            }
+            (None, Updates::Step) => train_step_of(graph, &mut state, &batches, &at, case.optimizer, case.decay),
+            (Some(rounding), Updates::Step) => {
                 let summed = rounding.step(&state.params, &batches, &at);
                 update_step(graph, &mut state, summed, &at, case.optimizer, case.decay)
             }
@@ -235,6 +242,15 @@ fn on_one_device(case: &Case, graph: &Graph) -> Result<Trained, Fault> {
     }
     trained.tensors.push((Kind::State(Role::Param), plain(&state.params)));
     Ok(trained)
+}
+
+/// How many updates the gradient of each parameter is behind it: of where its first layer is.
+fn lag(graph: &Graph, plan: &Plan) -> Table<ParamId, u64> {
+    let stage = |param: ParamId| {
+        let user = graph.forward_nodes().find(|(_, n)| n.inputs.contains(&graph.params[param].value));
+        user.map_or(0, |(_, n)| plan.stage_of(n.layer) as u64)
+    };
+    graph.params.map(|param, _| plan.pipeline().staleness(stage(param)))
 }
 
 fn moments(case: &Case) -> &'static [Role] {

@@ -13,7 +13,7 @@ use dplan_planner::drawn::{Boundary, Case, Dice, Ffn, Sight, Split, Way};
 pub type Dimension = (&'static str, fn(&Case) -> bool);
 
 /// Everything that a case can have. Something that needs several ranks to mean anything is only counted where there are several.
-pub const DIMENSIONS: [Dimension; 76] = [
+pub const DIMENSIONS: [Dimension; 78] = [
     ("gated", |c| c.model.ffn == Ffn::Gated),
     ("plain", |c| c.model.ffn == Ffn::Plain),
     ("experts", |c| c.model.ffn == Ffn::Experts),
@@ -55,6 +55,8 @@ pub const DIMENSIONS: [Dimension; 76] = [
     ("virtual 3", |c| c.virtual_stages == 3),
     ("zb-h1", |c| c.schedule == Schedule::ZbH1),
     ("zb-v", |c| c.schedule == Schedule::ZbV),
+    ("pipedream", |c| c.schedule == Schedule::PipeDream),
+    ("stale weights", |c| c.schedule == Schedule::PipeDream && c.pp() > 1 && c.micro_batches > 1),
     ("one micro-batch", |c| c.micro_batches == 1),
     ("micro-batches", |c| (2..=4).contains(&c.micro_batches)),
     ("many micro-batches", |c| c.micro_batches > 4),

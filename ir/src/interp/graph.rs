@@ -122,6 +122,51 @@ pub fn train_step_of(
     update_step(graph, state, (loss, grads), scalars, optimizer, groups)
 }
 
+/// How a step of as many updates as micro-batches makes them.
+#[derive(Clone, Copy, Debug)]
+pub struct Window<'a> {
+    /// Of the step: those of its first update.
+    pub scalars: &'a StepScalars,
+    pub optimizer: Optimizer,
+    pub groups: DecayGroups,
+    /// How many updates a gradient is behind the parameter that it changes.
+    pub lag: &'a Table<ParamId, u64>,
+}
+
+/// A step of as many updates as micro-batches, each with the gradient of one ([`crate::program::Updates::MicroBatch`]), which is of every parameter as it was its lag of updates before (or at the step's
+/// beginning): what stages of a pipeline do that do not wait for each other. The loss is the step's, the gradients are the last micro-batch's.
+pub fn train_window(graph: &Graph, state: &mut TrainState, micro_batches: &[Vec<Tensor>], window: &Window<'_>) -> StepReport {
+    window_step(graph, state, micro_batches, window, |params, inputs, scalars| {
+        let run = GraphRun::drawing(graph, params, inputs, scalars.inv_tokens, scalars.draws);
+        (graph.loss.map_or(0.0, |v| run.get(v).data[0]), params.map(|p, _| run.grad(graph, p)))
+    })
+}
+
+/// [`train_window`] where something else says what loss and gradients a micro-batch has at some parameters, by the scalars of a step of its own.
+pub fn window_step(
+    graph: &Graph,
+    state: &mut TrainState,
+    micro_batches: &[Vec<Tensor>],
+    window: &Window<'_>,
+    gradients: impl Fn(&Table<ParamId, Tensor>, &[Tensor], &StepScalars) -> (f64, Table<ParamId, Tensor>),
+) -> StepReport {
+    let &Window { scalars, optimizer, groups, lag } = window;
+    let sequences = graph.batch.map_or(0, |d| graph.size(d));
+    let mut versions = vec![state.params.clone()];
+    let mut last = StepReport { loss: 0.0, grad_norm: 0.0, grads: state.params.map(|_, p| p.map(|_| 0.0)) };
+    for (at, inputs) in (0u64..).zip(micro_batches) {
+        let seen = state.params.map(|p, _| versions[at.saturating_sub(lag[p]) as usize][p].clone());
+        // A gradient is the mean over the micro-batch's own tokens, the loss is the step's.
+        let count = micro_batches.len() as f64;
+        let (inv_tokens, draws) = (scalars.inv_tokens * count, scalars.draws.after(at * sequences));
+        let own = StepScalars { step: scalars.step + at, inv_tokens, draws, ..*scalars };
+        let (loss, grads) = gradients(&seen, inputs, &own);
+        last = StepReport { loss: last.loss + loss / count, ..update_step(graph, state, (0.0, grads), &own, optimizer, groups) };
+        versions.push(state.params.clone());
+    }
+    last
+}
+
 /// What a training step does with its loss and gradients.
 pub fn update_step(
     graph: &Graph,

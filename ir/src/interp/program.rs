@@ -242,7 +242,8 @@ impl<'a> ProgramRun<'a> {
 
     fn execute(&mut self, at: (usize, usize), members: &[(usize, usize)], now: &Progress) {
         let Some(step) = self.head(at, now) else { return };
-        let (rank, m, scalars) = (at.0 as u64, step.micro_batch, now.scalars);
+        let (rank, m) = (at.0 as u64, step.micro_batch);
+        let scalars = &now.scalars.of(self.program.updates, m, self.program.micro_batches);
         match self.instr(rank, step) {
             Instr::Run { node, ins, outs, write, .. } => {
                 let node = &self.graph.nodes[*node];

@@ -11,7 +11,7 @@ use crate::optimizer::Optimizer;
 use crate::order::Order;
 use crate::program::{
     Bucket, Buffer, Call, Channel, Content, Instr, Issue, Member, Pattern, Program, Region, Role, Scalar, Segment, SegmentKind, StageProgram, Stream,
-    Write,
+    Updates, Write,
 };
 use crate::reshard::Step;
 use crate::ring::Ring;
@@ -420,5 +420,6 @@ pub fn program(graph: &Graph, size: usize, rng: &mut Rng) -> Program {
     let mesh = mesh(rng);
     let stages = rng.vec(3, |r| stage(graph, &mesh, size, r));
     let optimizer = rng.some(|r| *r.pick(&Optimizer::ALL));
-    Program { padded: padded(graph, rng), micro_batches: rng.number(), optimizer, stages, mesh }
+    let updates = *rng.pick(&Updates::ALL);
+    Program { padded: padded(graph, rng), micro_batches: rng.number(), optimizer, updates, stages, mesh }
 }

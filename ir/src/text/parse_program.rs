@@ -7,7 +7,7 @@ use crate::mesh::{AxisSet, Mesh};
 use crate::optimizer::Optimizer;
 use crate::program::{
     Bucket, Buffer, Call, Channel, Content, Instr, Issue, Member, Pattern, Program, Region, Role, Scalar, Segment, SegmentKind, StageProgram, Stream,
-    Write,
+    Updates, Write,
 };
 use crate::sharding::Monoid;
 use crate::text::mesh::{axes, mesh, monoid, padded, sharding};
@@ -25,7 +25,9 @@ pub fn program(p: &mut Parser<'_>, known: &Known<'_>) -> Parsed<Program> {
     let micro_batches = p.integer("the number of micro-batches")?;
     let optimizer =
         if p.take_word("optimizer") { Some(named(p, "optimizer", Optimizer::from_name, &Optimizer::ALL.map(Optimizer::name))?) } else { None };
-    let mut program = Program { mesh, padded, micro_batches, optimizer, stages: Vec::new() };
+    let updates =
+        if p.take_word("updates") { named(p, "time of updates", Updates::from_name, &Updates::ALL.map(Updates::name))? } else { Updates::default() };
+    let mut program = Program { mesh, padded, micro_batches, optimizer, updates, stages: Vec::new() };
     let mut reader = Reader { known, mesh: program.mesh.clone(), calls: 0 };
     while p.is_word("stage") {
         let stage = reader.stage(p, program.stages.len())?;

@@ -5,7 +5,9 @@ use std::fmt::Write;
 use crate::entity::{BucketId, BufferId, SegmentId};
 use crate::graph::Graph;
 use crate::mesh::Mesh;
-use crate::program::{Bucket, Buffer, Call, Channel, Content, Instr, Issue, Pattern, Program, Segment, SegmentKind, StageProgram, Write as Writing};
+use crate::program::{
+    Bucket, Buffer, Call, Channel, Content, Instr, Issue, Pattern, Program, Segment, SegmentKind, StageProgram, Updates, Write as Writing,
+};
 use crate::sharding::Monoid;
 use crate::text::mesh::{put_axes, put_mesh, put_padded, put_sharding};
 use crate::text::place::{Place, Printed};
@@ -24,6 +26,10 @@ pub fn program(program: &Program, graph: &Graph) -> Printed {
     out.end_line();
     if let Some(optimizer) = program.optimizer {
         let _ = write!(out.text, "optimizer {}", optimizer.name());
+        out.end_line();
+    }
+    if program.updates != Updates::default() {
+        let _ = write!(out.text, "updates {}", program.updates.name());
         out.end_line();
     }
     for (number, stage) in program.stages.iter().enumerate() {

@@ -24,6 +24,8 @@ pub struct Shape {
     pub zero: u8,
     pub one_f_one_b: bool,
     pub optimizer: Optimizer,
+    /// Behind each micro-batch: at ZeRO 0 and 1, in the order of 1f1b, of graphs whose stages share no parameter.
+    pub updates: Updates,
     pub seed: u64,
 }
 
@@ -45,6 +47,11 @@ struct Stage {
     bodies: [Vec<Issue>; 4],
     forms: BTreeMap<ValueId, Vec<Form>>,
     slots: u64,
+    /// What comes once, where each micro-batch has an update of its own.
+    end: Vec<Issue>,
+    /// Where buckets, and blocks of parameters, are put by.
+    stash: BTreeMap<BucketId, BufferId>,
+    put_by: BTreeMap<ParamId, BufferId>,
 }
 
 struct Lowering<'a> {
@@ -80,6 +87,9 @@ impl<'a> Lowering<'a> {
             program: StageProgram::default(),
             bodies: Default::default(),
             forms: BTreeMap::new(),
+            end: Vec::new(),
+            stash: BTreeMap::new(),
+            put_by: BTreeMap::new(),
             slots: if shape.one_f_one_b { shape.micro_batches.min(u64::from(shape.pp - s)) } else { shape.micro_batches },
         };
         let stages = (0..shape.pp).map(stage).collect();
@@ -107,7 +117,7 @@ impl<'a> Lowering<'a> {
             self.begin_and_update(stage);
         }
         let (p, m) = (u64::from(self.shape.pp), self.shape.micro_batches);
-        let one_f_one_b = self.shape.one_f_one_b;
+        let Shape { one_f_one_b, updates, .. } = self.shape;
         let stages = self.stages.into_iter().enumerate().map(|(s, mut stage)| {
             let kinds = [SegmentKind::Begin, SegmentKind::Forward, SegmentKind::Backward, SegmentKind::Update];
             for (kind, body) in kinds.into_iter().zip(stage.bodies) {
@@ -115,14 +125,28 @@ impl<'a> Lowering<'a> {
             }
             let warm = if one_f_one_b { m.min(p - 1 - s as u64) } else { m };
             let call = |segment: usize, micro_batch: u64| Call { segment: SegmentId(segment as u32), micro_batch };
+            let copies = stage.stash.iter().map(|(&bucket, &dst)| Instr::Copy { src: stage.program.home(bucket, Role::Param).unwrap(), dst });
+            let body: Vec<Issue> = copies.map(|instr| Issue { stream: Stream::Compute, instr }).collect();
+            let each = updates == Updates::MicroBatch;
+            if each {
+                stage.program.segments.push(Segment { kind: SegmentKind::Stash, body });
+                stage.program.segments.push(Segment { kind: SegmentKind::End, body: std::mem::take(&mut stage.end) });
+            }
             let schedule = &mut stage.program.schedule;
-            schedule.push(call(0, 0));
+            schedule.extend((!stage.program.segments[SegmentId(0)].body.is_empty()).then(|| call(0, 0)));
             schedule.extend((0..warm).map(|i| call(FORWARD, i)));
+            // As many as there are places: the versions of the step's beginning.
+            schedule.extend((0..warm).filter(|_| each && !stage.stash.is_empty()).map(|i| call(4, i)));
             for i in 0..m {
                 schedule.extend((warm + i < m).then(|| call(FORWARD, warm + i)));
                 schedule.push(call(BACKWARD, i));
+                if each {
+                    schedule.extend((i > 0 && warm + i < m && !stage.stash.is_empty()).then(|| call(4, warm + i)));
+                    schedule.push(call(3, i));
+                }
             }
-            schedule.push(call(3, 0));
+            let (once, is_empty) = if each { (5, stage.program.segments[SegmentId(5)].body.is_empty()) } else { (3, false) };
+            schedule.extend((!is_empty).then(|| call(once, 0)));
             stage.program.regions.push(Region { name: "all".into(), offset: 0, bytes: stage.program.arena_bytes });
             stage.program
         });
@@ -131,6 +155,7 @@ impl<'a> Lowering<'a> {
             padded: self.padded.clone(),
             micro_batches: m,
             optimizer: Some(self.shape.optimizer),
+            updates,
             stages: stages.collect(),
         }
     }
@@ -262,6 +287,20 @@ impl<'a> Lowering<'a> {
             }
             let offset = self.stages[index].program.buffers[whole].offset;
             let view = |content, offset, bytes, piece_axes| Buffer { content, dtype, bytes, offset, slots: 1, slot_stride: 0, piece_axes };
+            let reads_back = (0..self.graph.layer_count()).any(|l| self.stage_of(l) == index && self.graph.reads_parameters_back(l));
+            let places = if reads_back { self.stages[index].slots - 1 } else { 0 };
+            if role == Role::Param && self.shape.updates == Updates::MicroBatch && places > 0 {
+                let stash = self.buffer(index, flat(AxisSet::EMPTY), dtype, bytes(1), places);
+                let stage = &mut self.stages[index];
+                stage.stash.insert(bucket, stash);
+                let Buffer { offset, slots, slot_stride, .. } = stage.program.buffers[stash];
+                for m in &members {
+                    let content = Content::Member { bucket, role, param: m.param };
+                    let (offset, bytes) = (offset + m.offset * dtype.size(), m.elems * dtype.size());
+                    let block = Buffer { content, dtype, bytes, offset, slots, slot_stride, piece_axes: AxisSet::EMPTY };
+                    stage.put_by.insert(m.param, stage.program.buffers.push(block));
+                }
+            }
             let buffers = &mut self.stages[index].program.buffers;
             if !dp.is_empty() {
                 buffers.push(view(flat(dp), offset, bytes(self.mesh.size(dp)), dp));
@@ -290,6 +329,12 @@ impl<'a> Lowering<'a> {
         self.stages[stage].program.buffers.iter().find(|(_, b)| found(b)).map(|(id, _)| id).expect("a buffer with that content")
     }
 
+    /// The one that is no version put by.
+    fn home_of(&self, stage: usize, content: &Content) -> BufferId {
+        let found = |b: &Buffer, id: &BufferId| b.content == *content && !self.stages[stage].put_by.values().any(|put_by| put_by == id);
+        self.stages[stage].program.buffers.iter().find(|(id, b)| found(b, id)).map(|(id, _)| id).expect("a home")
+    }
+
     fn issue(&mut self, stage: usize, part: usize, stream: Stream, instr: Instr) {
         self.stages[stage].bodies[part].push(Issue { stream, instr });
     }
@@ -315,7 +360,8 @@ impl<'a> Lowering<'a> {
     fn form(&mut self, stage: usize, part: usize, value: ValueId, want: &Sharding) -> BufferId {
         if let Some(param) = self.graph.param_of(value) {
             let bucket = self.stages[stage].program.buckets.iter().find(|(_, b)| b.members.iter().any(|m| m.param == param)).map(|(id, _)| id);
-            let buffer = self.find(stage, &Content::Member { bucket: bucket.expect("a home"), role: Role::Param, param }, false);
+            let home = self.home_of(stage, &Content::Member { bucket: bucket.expect("a home"), role: Role::Param, param });
+            let buffer = self.stages[stage].put_by.get(&param).copied().filter(|_| part == BACKWARD).unwrap_or(home);
             return self.reshard(stage, part, value, self.param_sharding[&param].clone(), buffer, want);
         }
         if let Some(form) = self.stages[stage].forms.get(&value).and_then(|fs| fs.iter().find(|f| f.sharding == *want)) {
@@ -426,14 +472,21 @@ impl<'a> Lowering<'a> {
             src,
             dst,
         };
-        for dst in [loss, norm] {
+        let each = self.shape.updates == Updates::MicroBatch;
+        // What is counted over a step of many updates is the loss alone.
+        let has_loss = self.stages[stage].bodies[FORWARD].iter().any(|i| matches!(&i.instr, Instr::Run { outs, .. } if outs.contains(&loss)));
+        for dst in if each { [loss].into_iter().filter(|_| has_loss).collect() } else { vec![loss, norm] } {
             self.issue(stage, 0, Stream::Compute, Instr::Zero { dst });
         }
         let buckets: Vec<(BucketId, Bucket)> = self.stages[stage].program.buckets.iter().map(|(id, b)| (id, b.clone())).collect();
-        let has_loss = self.stages[stage].bodies[FORWARD].iter().any(|i| matches!(&i.instr, Instr::Run { outs, .. } if outs.contains(&loss)));
         let loss_pending = self.graph.loss.and_then(|v| self.graph.producer(v)).map_or(none, |n| self.placements[n.0 as usize].outs[0].partial);
         if has_loss && !loss_pending.is_empty() {
-            self.issue(stage, 3, Stream::Compute, collective(Pattern::AllReduce, loss_pending, &[], loss, loss));
+            let sum = collective(Pattern::AllReduce, loss_pending, &[], loss, loss);
+            if each {
+                self.stages[stage].end.push(Issue { stream: Stream::Compute, instr: sum });
+            } else {
+                self.issue(stage, 3, Stream::Compute, sum);
+            }
         }
         // Reductions and gathers on the communication stream, sums and updates on the compute stream.
         self.cross(stage, 3, Stream::Compute, Stream::Comm);
@@ -442,7 +495,8 @@ impl<'a> Lowering<'a> {
             let zero = self.zero(row.partial);
             let flat = |role, pieces| Content::Flat { bucket: *bucket, role, pieces };
             let grad_home = self.find(stage, &flat(Role::Grad, if zero >= 2 { dp } else { none }), false);
-            self.issue(stage, 0, Stream::Compute, Instr::Zero { dst: grad_home });
+            let clear = Issue { stream: Stream::Compute, instr: Instr::Zero { dst: grad_home } };
+            self.stages[stage].bodies[if each { BACKWARD } else { 0 }].insert(0, clear);
             let comm = |instr| Issue { stream: Stream::Comm, instr };
             if zero >= 2 {
                 let ring = self.find(stage, &flat(Role::Grad, none), false);
@@ -481,7 +535,7 @@ impl<'a> Lowering<'a> {
             }
         }
         self.cross(stage, 3, Stream::Comm, Stream::Compute);
-        for (bucket, row) in &buckets {
+        for (bucket, row) in buckets.iter().filter(|_| !each) {
             if row.tied.first().is_none_or(|&first| first as usize == stage) {
                 let zero = self.zero(row.partial);
                 let pieces = if zero >= 1 { dp } else { none };
@@ -490,10 +544,12 @@ impl<'a> Lowering<'a> {
                 self.issue(stage, 3, Stream::Compute, Instr::SquareSum { src, dst: norm, once: all.minus(used) });
             }
         }
-        if !all.is_empty() || !everyone.is_empty() {
+        if !each && (!all.is_empty() || !everyone.is_empty()) {
             self.issue(stage, 3, Stream::Compute, collective(Pattern::AllReduce, all, &everyone, norm, norm));
         }
-        self.issue(stage, 3, Stream::Compute, Instr::ClipScale { src: norm, dst: clip });
+        if !each {
+            self.issue(stage, 3, Stream::Compute, Instr::ClipScale { src: norm, dst: clip });
+        }
         for (bucket, row) in &buckets {
             let zero = self.zero(row.partial);
             let pieces = if zero >= 1 { dp } else { none };
@@ -505,7 +561,7 @@ impl<'a> Lowering<'a> {
             let compute = self.graph.values[self.graph.params[row.members[0].param].value].ty.dtype;
             let (state, param_too) =
                 if compute == compute.accumulator() { (param, None) } else { (self.find(stage, &flat(Role::Master), false), Some(param)) };
-            let scale = Some(clip);
+            let scale = (!each).then_some(clip);
             let trust = self.shape.optimizer.trusts().then(|| self.find(stage, &Content::Trust { bucket: *bucket }, false));
             if let Some(dst) = trust {
                 self.issue(stage, 3, Stream::Compute, Instr::TrustSums { state, grad, moments: moments.clone(), scale, dst });
@@ -520,6 +576,9 @@ impl<'a> Lowering<'a> {
                 self.cross(stage, 3, Stream::Compute, Stream::Comm);
                 self.issue(stage, 3, Stream::Comm, collective(Pattern::AllGather, dp, &[], param, whole));
             }
+        }
+        if each {
+            self.cross(stage, 3, Stream::Comm, Stream::Compute);
         }
     }
 }

@@ -8,6 +8,7 @@ use dplan_ir::nest::Nest;
 use dplan_ir::optimizer::{DecayGroups, Optimizer};
 use dplan_ir::pipeline::Pipeline;
 use dplan_ir::plan::{Away, Clip, Gathered, Offload, Recompute, Schedule, Store, Wire, Zero};
+use dplan_ir::program::Updates;
 use dplan_ir::sync::Sync;
 
 /// A model, a plan for it, and what of a run is no part of a plan.
@@ -161,6 +162,7 @@ impl Case {
         let (stages, virtual_stages): (u64, u64) = match schedule {
             Schedule::GPipe | Schedule::OneFOneB if alone => (1, 1),
             Schedule::GPipe | Schedule::OneFOneB => (dice.pick(&[1, 1, 2, 3, 4]), 1),
+            Schedule::PipeDream => (dice.pick(&[1, 2, 2, 3, 4]), 1),
             Schedule::ZbH1 => (dice.pick(&[2, 3, 4]), 1),
             Schedule::Interleaved => (dice.pick(&[2, 3]), dice.pick(&[2, 3])),
             Schedule::ZbV => (dice.pick(&[2, 3]), 2),
@@ -222,14 +224,22 @@ impl Case {
     /// that is scaled takes the factor that clips, only experts have a capacity, and one rank alone is no ring.
     pub fn settle(&mut self) {
         self.ways.resize(self.model.layers() as usize, Way::PLAIN);
-        let most = if self.pipeline().parts_backward() { 1 } else { 3 };
-        let parted = self.pipeline().parts_backward();
+        let (parted, updates) = (self.pipeline().parts_backward(), self.schedule.updates());
+        let most = if parted || updates == Updates::MicroBatch { 1 } else { 3 };
         for way in &mut self.ways {
             way.zero.0 = way.zero.0.min(most);
             if let (true, Offload::Gradients(store) | Offload::Parameters(store)) = (parted, way.offload) {
                 way.offload = Offload::Optimizer(store);
             }
             way.activations = way.activations.filter(|_| !parted);
+            if updates == Updates::MicroBatch {
+                (way.offload, way.activations) = (Offload::None, None);
+            }
+        }
+        if updates == Updates::MicroBatch {
+            self.clip = Clip::None;
+            self.model.tied &= self.cuts.is_empty();
+            self.compute = if self.compute == DType::F16 { DType::Bf16 } else { self.compute };
         }
         if let ([first, .., last], true) = (self.ways.as_mut_slice(), self.model.tied) {
             (last.zero, last.offload) = (first.zero, first.offload);
@@ -274,7 +284,7 @@ impl Case {
             }
             () if !matches!(self.compute, DType::F64 | DType::Bf16 | DType::F16) => Some("f64, bf16 or f16"),
             () if settled != *self => Some(
-                "experts where there is a capacity, one way for each layer, ZeRO 0 or 1 in halves of backward passes, one ZeRO stage and way of offloading for a tied table, clipping with f16, and a ring with context parallelism",
+                "experts where there is a capacity, one way for each layer, ZeRO 0 or 1 in halves of backward passes, one ZeRO stage and way of offloading for a tied table, clipping with f16, with updates of micro-batches ZeRO 0 or 1, nothing offloaded, no clipping and no table that stages share, and a ring with context parallelism",
             ),
             () => self.pipeline().refusal(),
         }

@@ -57,7 +57,12 @@ const KEYS: [Key; 36] = [
     ("split", |c| split_name(c.split), |c, t| name(&mut c.split, split(t)), "none, textbook or the number of a drawn one"),
     ("micro", |c| c.micro_batch.to_string(), |c, t| number(&mut c.micro_batch, t), NUMBER),
     ("count", |c| c.micro_batches.to_string(), |c, t| number(&mut c.micro_batches, t), NUMBER),
-    ("schedule", |c| c.schedule.name().into(), |c, t| name(&mut c.schedule, Schedule::from_name(t)), "gpipe, 1f1b, interleaved, zb-h1 or zb-v"),
+    (
+        "schedule",
+        |c| c.schedule.name().into(),
+        |c, t| name(&mut c.schedule, Schedule::from_name(t)),
+        "gpipe, 1f1b, interleaved, zb-h1, zb-v or pipedream",
+    ),
     ("virtual", |c| c.virtual_stages.to_string(), |c, t| number(&mut c.virtual_stages, t), NUMBER),
     ("cuts", |c| c.cuts.iter().map(u32::to_string).collect::<Vec<_>>().join(","), cuts, "layers, such as 1,3"),
     ("zero", |c| list(c, |w| w.zero.0.to_string()), |c, t| each(c, t, |w, t| number(&mut w.zero.0, t)), "0 to 3, one for all layers or for each"),

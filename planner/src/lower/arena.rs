@@ -3,7 +3,7 @@
 //! | region | buffers |
 //! |---|---|
 //! | scalars | loss, squared norm, clip factor |
-//! | states | every role of every bucket that is not offloaded, whole or this rank's piece; the sums of trust ratios |
+//! | states | every role of every bucket that is not offloaded, whole or this rank's piece; the sums of trust ratios; parameters that are put by for backward passes, a slot for each version |
 //! | frames | of each virtual stage: what its layers keep of a micro-batch, if not offloaded, one slot for each in flight; what they hold between the halves of a backward pass |
 //! | boundary | two cotangents handed down layer by layer; two turns of every message |
 //! | workspace | of one layer: forms of both passes, and scratch; all layers begin at the same place |
@@ -46,7 +46,11 @@ pub(super) struct Home {
     pub own_grad: BufferId,
     /// Sums that the trust ratios of its parameters are of, where the optimizer has any.
     pub trust: Option<BufferId>,
+    /// Where parameters are put by for backward passes, if they are.
+    pub stash: Option<BufferId>,
     members: Members,
+    /// The blocks of these, which backward passes read.
+    stashed: Members,
 }
 
 impl Home {
@@ -208,7 +212,7 @@ impl Arena {
         (self.buffer(content, local.dtype, local.bytes(), offset), align(local.bytes()))
     }
 
-    fn in_slots(&mut self, buffer: BufferId, slots: u64, stride: u64) {
+    pub(super) fn in_slots(&mut self, buffer: BufferId, slots: u64, stride: u64) {
         let buffer = &mut self.program.buffers[buffer];
         (buffer.slots, buffer.slot_stride) = (slots, stride);
     }
@@ -286,6 +290,9 @@ impl Arena {
                 {
                     self.members(stage, id, role, self.program.buffers[roles[&role]].offset, &mut members);
                 }
+                let versions = stage.versions(position);
+                let (stash, stashed) = self.stash(stage, id, versions, at);
+                at += stash.map_or(0, |stash| versions * self.program.buffers[stash].slot_stride);
                 let home = self.homes.len();
                 if bucket.tied {
                     shared.insert(first, home);
@@ -303,7 +310,9 @@ impl Arena {
                     own_param,
                     own_grad,
                     trust,
+                    stash,
                     members,
+                    stashed,
                 });
             }
         }
@@ -312,13 +321,14 @@ impl Arena {
                 let members = &self.homes[home].members;
                 layer.forward.extend(members.iter().filter(|((role, _), _)| *role == Role::Param));
                 layer.backward.extend(members);
+                layer.backward.extend(&self.homes[home].stashed);
             }
         }
         at
     }
 
     /// A flat buffer that holds all of a role, or this rank's piece.
-    fn flat(&mut self, stage: Stage<'_>, bucket: BucketId, role: Role, pieces: AxisSet, offset: u64) -> BufferId {
+    pub(super) fn flat(&mut self, stage: Stage<'_>, bucket: BucketId, role: Role, pieces: AxisSet, offset: u64) -> BufferId {
         let dtype = stage.types().dtype(role);
         let bytes = self.program.buckets[bucket].elems / stage.mesh().size(pieces) * dtype.size();
         self.buffer(Content::Flat { bucket, role, pieces }, dtype, bytes, offset)
@@ -347,7 +357,7 @@ impl Arena {
     }
 
     /// The members of the whole flat buffer at `offset`.
-    fn members(&mut self, stage: Stage<'_>, bucket: BucketId, role: Role, offset: u64, into: &mut Members) {
+    pub(super) fn members(&mut self, stage: Stage<'_>, bucket: BucketId, role: Role, offset: u64, into: &mut Members) {
         let dtype = stage.types().dtype(role);
         for at in 0..self.program.buckets[bucket].members.len() {
             let member = &self.program.buckets[bucket].members[at];

@@ -70,6 +70,22 @@ pub enum LowerError {
         "clip none in {compute}: the factor that clips is what scales the loss back and finds overflow, so clip by the global norm (`global_norm`)"
     )]
     Unclipped { compute: DType },
+    #[error(
+        "clip global_norm with the schedule {schedule}: the norm is over all stages, and none waits for others between its updates, so clip none"
+    )]
+    StaleNorm { schedule: &'static str },
+    #[error(
+        "ZeRO {found} with the schedule {schedule}: backward passes work with earlier versions of whole parameters, and each has all of its own gradients, so ZeRO 0 or 1"
+    )]
+    StaleZero { schedule: &'static str, found: u8 },
+    #[error(
+        "offload {found} with the schedule {schedule}: every micro-batch has an update of its own, so states stay, and frames with them: expected none"
+    )]
+    StaleOffload { schedule: &'static str, found: String },
+    #[error(
+        "`{param}` is used by several layers, and the schedule {schedule} on several stages updates each stage at its own times: expected one stage, or no parameter that layers share"
+    )]
+    StaleTie { schedule: &'static str, param: String },
     #[error("`{first}` and `{second}` are both used by several layers; one such parameter is supported")]
     SeveralTied { first: String, second: String },
 }

@@ -19,6 +19,7 @@ mod program;
 mod ring;
 mod shard;
 mod stage;
+mod stash;
 mod sync;
 mod wires;
 

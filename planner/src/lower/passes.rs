@@ -18,7 +18,7 @@ use dplan_ir::entity::{BufferId, FormId};
 use dplan_ir::graph::Def;
 use dplan_ir::mesh::AxisSet;
 use dplan_ir::pipeline::Pass;
-use dplan_ir::program::{Channel, Instr, Issue, Pattern, Role, Scalar, Segment, SegmentKind, Stream, Write};
+use dplan_ir::program::{Channel, Instr, Issue, Pattern, Role, Scalar, Segment, SegmentKind, Stream, Updates, Write};
 use dplan_ir::reshard::Step;
 use dplan_ir::sharded::{self, Stmt};
 use dplan_ir::sharding::Monoid;
@@ -65,14 +65,40 @@ pub(super) fn begin(stage: Stage<'_>, arena: &Arena) -> Segment {
     for scalar in scalars {
         body.issue(Stream::Compute, Instr::Zero { dst: arena.scalars[&scalar] });
     }
-    for home in &arena.homes {
+    match stage.updates() {
+        Updates::Step => clear(&mut body),
+        Updates::MicroBatch => {}
+    }
+    body.segment(SegmentKind::Begin)
+}
+
+/// Clears gradients.
+fn clear(body: &mut Body<'_>) {
+    for home in &body.arena.homes {
         let dst = home.worked(Role::Grad).whole;
         body.issue(Stream::Compute, Instr::Zero { dst });
         if home.staged.contains_key(&Role::Grad) {
             body.issue(Stream::Copy, Instr::Copy { src: dst, dst: home.roles[&Role::Grad] });
         }
     }
-    body.segment(SegmentKind::Begin)
+}
+
+/// Puts parameters by, as they are, for a micro-batch's backward pass.
+pub(super) fn stash(stage: Stage<'_>, arena: &Arena) -> Segment {
+    let mut body = Body::new(stage, arena);
+    for home in &arena.homes {
+        if let Some(dst) = home.stash {
+            body.issue(Stream::Compute, Instr::Copy { src: home.roles[&Role::Param], dst });
+        }
+    }
+    body.segment(SegmentKind::Stash)
+}
+
+/// What a step of many updates has once, behind all of them.
+pub(super) fn end(stage: Stage<'_>, arena: &Arena) -> Segment {
+    let mut body = Body::new(stage, arena);
+    sync::loss(&mut body);
+    body.segment(SegmentKind::End)
 }
 
 pub(super) fn forward(stage: Stage<'_>, arena: &Arena, of: &VirtualStage) -> Segment {
@@ -104,6 +130,10 @@ pub(super) fn backward(stage: Stage<'_>, arena: &Arena, of: &VirtualStage, pass:
     if let (Some(cotangent), Neighbour::Stage(from), true) = (stage.layers[of.last()].cotangent_in, stage.behind(of), talks) {
         let dst = body.buffer(of.last(), sharded::Pass::Backward, cotangent);
         body.issue(stage.stream(of, Stream::RecvBackward, Stream::RecvBackwardBack), Instr::Recv { from, channel: Channel::Backward, dst });
+    }
+    match stage.updates() {
+        Updates::Step => {}
+        Updates::MicroBatch => clear(&mut body),
     }
     let layers: Vec<usize> = of.layers.clone().rev().collect();
     let turns: Vec<usize> = layers.iter().copied().filter(|&l| arena.layers[l].is_in_ring(1)).collect();

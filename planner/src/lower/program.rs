@@ -8,9 +8,9 @@ use super::stage::{Stage, VirtualStage};
 use super::{LowerError, passes};
 use dplan_ir::entity::{SegmentId, Table};
 use dplan_ir::graph::Graph;
-use dplan_ir::pipeline::{Pass, Pipeline};
+use dplan_ir::pipeline::{Pass, Pipeline, Turn};
 use dplan_ir::plan::{Plan, Schedule};
-use dplan_ir::program::{Call, Program, Segment, SegmentKind, StageProgram};
+use dplan_ir::program::{Call, Program, Segment, SegmentKind, StageProgram, Updates};
 
 /// Lowers a plan. The graph is differentiated, and its batch is `dp · micro_batch`.
 ///
@@ -28,6 +28,7 @@ pub fn lower(graph: &Graph, plan: &Plan) -> Result<Program, LowerError> {
         padded: sharder.padded.clone(),
         micro_batches: plan.micro_batches,
         optimizer: Some(plan.optimizer),
+        updates: plan.schedule.updates(),
         stages,
     })
 }
@@ -47,13 +48,23 @@ fn stage_program(sharder: &Sharder<'_>, plan: &Plan, fragments: &[Fragment], ind
     let begin = segments.push(passes::begin(stage, &arena));
     let of_virtual: Vec<Segments> = virtual_stages.iter().map(|v| Segments::new(stage, &arena, v, &mut segments)).collect();
     let update = segments.push(passes::update(stage, &arena));
+    let window = match stage.updates() {
+        Updates::Step => None,
+        Updates::MicroBatch => Some(Window::new(stage, &arena, update, &mut segments)),
+    };
     let schedule = |pipeline: Pipeline| -> Vec<Call> {
-        let call = |segment: SegmentId, micro_batch: u64| Call { segment, micro_batch };
-        let calls = pipeline.turns(index).into_iter().map(|turn| {
-            let last = turn.micro_batch + 1 == pipeline.micro_batches;
-            call(of_virtual[turn.nth as usize].of(turn.pass, last), turn.micro_batch)
-        });
-        [call(begin, 0)].into_iter().chain(calls).chain([call(update, 0)]).collect()
+        let mut calls = vec![Call { segment: begin, micro_batch: 0 }];
+        let versions = pipeline.slots(index)[0].versions;
+        for Turn { pass, nth, micro_batch } in pipeline.turns(index) {
+            let last = micro_batch + 1 == pipeline.micro_batches;
+            calls.push(Call { segment: of_virtual[nth as usize].of(pass, last), micro_batch });
+            if let Some(window) = &window {
+                window.behind(pass, (micro_batch, pipeline.micro_batches), versions, &mut calls);
+            }
+        }
+        let once = window.as_ref().map_or(Some(update), |window| window.end);
+        calls.extend(once.map(|segment| Call { segment, micro_batch: 0 }));
+        calls
     };
     let mut program = std::mem::take(&mut arena.program);
     program.segments = segments;
@@ -68,8 +79,42 @@ fn sample(pipeline: &Pipeline, virtual_stages: &[VirtualStage]) -> Pipeline {
     match pipeline.schedule {
         // Messages have two slots.
         Schedule::GPipe => Pipeline { micro_batches: pipeline.micro_batches.min(6), ..*pipeline },
-        Schedule::OneFOneB | Schedule::ZbH1 => Pipeline { micro_batches: pipeline.micro_batches.min(2 * frames + 4), ..*pipeline },
+        Schedule::OneFOneB | Schedule::ZbH1 | Schedule::PipeDream => {
+            Pipeline { micro_batches: pipeline.micro_batches.min(2 * frames + 4), ..*pipeline }
+        }
         Schedule::Interleaved | Schedule::ZbV => pipeline.shortened(1),
+    }
+}
+
+/// What a stage does beside its passes where each micro-batch has an update of its own.
+struct Window {
+    update: SegmentId,
+    /// Where parameters are put by, and where there is something to do at the end.
+    stash: Option<SegmentId>,
+    end: Option<SegmentId>,
+}
+
+impl Window {
+    fn new(stage: Stage<'_>, arena: &Arena, update: SegmentId, segments: &mut Table<SegmentId, Segment>) -> Window {
+        let mut some = |segment: Segment| (!segment.body.is_empty()).then(|| segments.push(segment));
+        Window { update, stash: some(passes::stash(stage, arena)), end: some(passes::end(stage, arena)) }
+    }
+
+    /// What follows a pass: parameters are put by for a micro-batch's backward pass when its forward pass has begun to work with them, or when they are about to be updated, if
+    /// that comes first; of `versions` places, that of the backward pass just over is then free.
+    fn behind(&self, pass: Pass, (micro_batch, count): (u64, u64), versions: u64, calls: &mut Vec<Call>) {
+        let mut stash = |micro_batch: u64| calls.extend(self.stash.map(|segment| Call { segment, micro_batch }));
+        match pass {
+            Pass::Forward if micro_batch < versions => stash(micro_batch),
+            Pass::Backward => {
+                // Before the first update there is nothing new.
+                if micro_batch > 0 && micro_batch + versions < count {
+                    stash(micro_batch + versions);
+                }
+                calls.push(Call { segment: self.update, micro_batch });
+            }
+            Pass::Forward | Pass::Input | Pass::Weight => {}
+        }
     }
 }
 
@@ -88,7 +133,11 @@ impl Segments {
         let mut push = |pass: Pass, kind: SegmentKind| segments.push(passes::backward(stage, arena, of, pass, kind));
         // A segment that is never called is not there.
         let mut both = |pass: Pass, kind: SegmentKind, kind_of_last: SegmentKind| {
-            let others = (stage.plan.micro_batches > 1).then(|| push(pass, kind));
+            let others = match stage.updates() {
+                Updates::Step => (stage.plan.micro_batches > 1).then(|| push(pass, kind)),
+                // Each is the last before an update.
+                Updates::MicroBatch => None,
+            };
             let last = push(pass, kind_of_last);
             [others.unwrap_or(last), last]
         };

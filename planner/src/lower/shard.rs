@@ -11,10 +11,12 @@ use dplan_ir::graph::{Graph, Node, Phase};
 use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::op::Op;
 use dplan_ir::order::Order;
-use dplan_ir::plan::{Clip, LayerPlan, Plan};
+use dplan_ir::plan::{Away, Clip, LayerPlan, Plan};
+use dplan_ir::program::Updates;
 use dplan_ir::rule::{Assignment, Label};
 use dplan_ir::sharded::{Sharded, Stmt};
 use dplan_ir::sharding::{Padded, Sharding, local_type};
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 /// A differentiated graph and what all layers share, ready to shard any of its layers in any way.
@@ -290,9 +292,33 @@ fn check(graph: &Graph, plan: &Plan) -> Result<(), LowerError> {
     if let Some(found) = plan.layers.iter().map(away).find(|a| a.is_in_passes() && pipeline.parts_backward()) {
         return Err(LowerError::PartedOffload { schedule: plan.schedule.name(), found: found.name() });
     }
+    match plan.schedule.updates() {
+        Updates::Step => {}
+        Updates::MicroBatch => check_window(graph, plan)?,
+    }
     match graph.batch.map(|b| graph.size(b)) {
         Some(size) if size != plan.dp * plan.micro_batch => Err(LowerError::Batch { plan: plan.dp * plan.micro_batch, graph: size }),
         _ => Ok(()),
+    }
+}
+
+/// Whether stages can update parameters behind every micro-batch, without waiting for each other.
+fn check_window(graph: &Graph, plan: &Plan) -> Result<(), LowerError> {
+    let schedule = plan.schedule.name();
+    if plan.clip != Clip::None {
+        return Err(LowerError::StaleNorm { schedule });
+    }
+    let of_layers = || plan.layers.iter().map(|&option| &plan.options[option as usize]);
+    if let Some(found) = of_layers().map(|o| o.zero.0).find(|&z| z > 1 && plan.dp * plan.cp > 1) {
+        return Err(LowerError::StaleZero { schedule, found });
+    }
+    if let Some(found) = of_layers().map(|o| o.away()).find(|a| *a != Away::default()) {
+        return Err(LowerError::StaleOffload { schedule, found: found.name() });
+    }
+    let used_by = |value: ValueId| graph.forward_nodes().filter(|(_, n)| n.inputs.contains(&value)).map(|(_, n)| n.layer).collect::<BTreeSet<u32>>();
+    match graph.params.values().find(|p| plan.pp() > 1 && used_by(p.value).len() > 1) {
+        Some(param) => Err(LowerError::StaleTie { schedule, param: graph.values[param.value].name.clone() }),
+        None => Ok(()),
     }
 }
 

@@ -9,7 +9,7 @@ use dplan_ir::graph::Graph;
 use dplan_ir::mesh::{AxisSet, Mesh};
 use dplan_ir::pipeline::{Pipeline, Slots};
 use dplan_ir::plan::{Plan, Residence, Schedule, States, Zero};
-use dplan_ir::program::{Role, Stream};
+use dplan_ir::program::{Role, Stream, Updates};
 use std::ops::Range;
 
 /// A virtual stage of the stage.
@@ -83,6 +83,9 @@ impl<'a> Stage<'a> {
             Some(at) => Neighbour::Here(at),
             None => Neighbour::Stage(self.pipeline().stage_of(index) as u32),
         }
+    }
+    pub fn updates(&self) -> Updates {
+        self.plan.schedule.updates()
     }
     pub fn types(&self) -> StateTypes {
         StateTypes::of(self.plan)

@@ -7,6 +7,8 @@
 //! | 2 | reduce-scatter in the ring, add to own piece | | own piece | all-gather in place |
 //! | 3 | the same | | own piece | |
 //!
+//! Where each micro-batch has an update of its own, each is the last: its gradients are cleared before its backward pass, summed in it, and updated with behind it.
+//!
 //! Where the exchange has several steps ([`dplan_ir::sync`]), a reduce-scatter is one for each, a gather the same backwards, and an all-reduce is scattered by all steps but
 //! the last, reduced, and gathered back; what lies between is a piece in place.
 //!
@@ -30,7 +32,7 @@ use crate::memory::on_wire;
 use dplan_ir::entity::BufferId;
 use dplan_ir::mesh::AxisSet;
 use dplan_ir::plan::Clip;
-use dplan_ir::program::{Bucket, Instr, Pattern, Role, Scalar, Stream};
+use dplan_ir::program::{Bucket, Instr, Pattern, Role, Scalar, Stream, Updates};
 use dplan_ir::sharding::Monoid;
 
 /// The scalar that a squared norm accumulates in, if the plan needs one.
@@ -154,7 +156,7 @@ pub(super) fn gather(body: &mut Body<'_>, at: usize, own: BufferId, whole: Buffe
     through(body, Pattern::AllGather, at, whole, own);
 }
 
-/// What follows the last backward pass.
+/// What follows the last backward pass, or each where each micro-batch has an update of its own.
 pub(super) fn update(body: &mut Body<'_>) {
     let (arena, master) = (body.arena, body.stage.types().master());
     let mut offloaded = arena.homes.iter().filter(|h| !h.staged.is_empty());
@@ -163,7 +165,10 @@ pub(super) fn update(body: &mut Body<'_>) {
     if is_early {
         offloaded.by_ref().take(2).for_each(|home| copy_in(body, home));
     }
-    loss(body);
+    match body.stage.updates() {
+        Updates::Step => loss(body),
+        Updates::MicroBatch => {}
+    }
     pending(body);
     let scale = norm(body);
     if !is_early {
@@ -236,7 +241,7 @@ fn own_grad(body: &mut Body<'_>, home: &Home) -> BufferId {
 }
 
 /// The loss is a sum over the ranks of the last stage.
-fn loss(body: &mut Body<'_>) {
+pub(super) fn loss(body: &mut Body<'_>) {
     let form = body.stage.layers.iter().find_map(|l| l.loss.map(|f| &l.forms[f]));
     if let Some(form) = form {
         let buffer = body.arena.scalars[&Scalar::Loss];

@@ -46,6 +46,10 @@ impl Order {
         matches!(self.schedule, Schedule::ZbH1 | Schedule::ZbV)
     }
 
+    /// Whether every micro-batch has an update of its own.
+    fn is_stale(&self) -> bool {
+        self.schedule == Schedule::PipeDream
+    }
     fn place(&self, c: u64) -> u64 {
         let round = c % self.pp;
         if self.schedule == Schedule::ZbV && c >= self.pp { self.pp - 1 - round } else { round }
@@ -286,7 +290,12 @@ impl Setting<'_> {
         // A backward pass that reads no parameters has none brought.
         let again = if offer.option.bytes.reads_back { forth + comes } else { 0 };
         let (f, b) = (overlapped(f, forth + comes + stored), overlapped(input, again + back + goes + stored) + if zero >= 2 { add } else { 0 });
-        Times { f, b, w, end: end + late + trust }
+        let end = end + late + trust;
+        // Where each micro-batch has an end of its own, parameters that are read again are first copied, on several stages.
+        let Order { pp, m, .. } = self.order;
+        let read = if pp > 1 && m > 1 { offer.option.bytes.version(&self.mesh, self.types) } else { 0 };
+        let (each, end) = if self.order.is_stale() { (end + self.prices.sweep(site, 2 * read).0, 0) } else { (0, end) };
+        Times { f, b: b + each, w, end }
     }
 }
 
@@ -398,6 +407,7 @@ fn orders(problem: &Problem, layers: u64, pp: u64, m: u64) -> Vec<Order> {
         all.extend((m >= pp).then_some((Schedule::ZbH1, 1)));
         all.extend((m + 1 >= 2 * pp).then_some((Schedule::ZbV, 2)));
     }
+    all.extend(problem.pins.schedule.is_pinned().then_some((Schedule::PipeDream, 1)));
     // Others than these two are searched where a pin asks for them.
     if !problem.pins.schedule.is_pinned() && problem.pins.virtual_stages.values().is_none_or(|v| v.iter().all(|&v| v == 1)) {
         all.truncate(2);
@@ -435,7 +445,7 @@ fn best_of_tuple(problem: &Problem, prices: &mut Drawn, shape: Shape, degrees: D
     let boundary = crossing.iter().copied().max().unwrap_or(0);
     let zeros = match degrees.dp * degrees.cp {
         1 => 0..=0,
-        _ if order.halves() => 0..=1,
+        _ if order.halves() || order.is_stale() => 0..=1,
         _ => 0..=3,
     };
     let offloads: Vec<Away> = if problem.pins.offload.is_pinned() { Away::all().collect() } else { vec![Away::default()] };
@@ -445,6 +455,7 @@ fn best_of_tuple(problem: &Problem, prices: &mut Drawn, shape: Shape, degrees: D
             .iter()
             .copied()
             .filter(|o| keeps || !matches!(o.states, Offload::Optimizer(_)))
+            .filter(|o| !order.is_stale() || *o == Away::default())
             .filter(|o| !order.halves() || matches!(o.states, Offload::None | Offload::Optimizer(_)) && o.activations.is_none())
     };
     // All ways of running a layer on a site.
@@ -466,6 +477,10 @@ fn best_of_tuple(problem: &Problem, prices: &mut Drawn, shape: Shape, degrees: D
     }
     let setting = Setting { prices, types: problem.types, clip: problem.clip, mesh: Mesh::of(degrees), sync: degrees.sync, order };
     let tied: Vec<usize> = (0..count).filter(|&l| known[&(seats[0].site, l)].offers.iter().any(|o| o.tie.is_some())).collect();
+    // Homes on stages that update at different times would differ.
+    if order.is_stale() && order.pp > 1 && !tied.is_empty() {
+        return None;
+    }
     let mut best = None;
     for cuts in cuttings(count, (order.pp * order.v) as usize).into_iter().filter(|cuts| order.v == 1 || is_even(cuts)) {
         let stage = |l: usize| order.place((0..order.pp * order.v).find(|&c| cuts[c as usize + 1] > l).unwrap());
@@ -549,13 +564,14 @@ fn value(
             let (start, end) = (cuts[c as usize], cuts[c as usize + 1]);
             for l in start..end {
                 let (offer, halves, residence) = chosen[l];
-                layers.push((halves.map_or(&offer.option.bytes, |h| &h.bytes), residence, Slots { frames, held }));
+                let versions = if order.is_stale() { frames - 1 } else { 0 };
+                layers.push((halves.map_or(&offer.option.bytes, |h| &h.bytes), residence, Slots { frames, held, versions }));
                 let shared = tied.contains(&l) && tied.iter().any(|&t| t < l && place[t] == stage);
                 let split = tied.iter().any(|&t| place[t] != stage);
                 let Times { f, b, w, end } = setting.layer(seat.site, offer, halves, residence, shared, split);
                 (time, ends) = (time + f + b + w, ends + end);
                 ramp += match schedule {
-                    Schedule::GPipe | Schedule::OneFOneB => f + b,
+                    Schedule::GPipe | Schedule::OneFOneB | Schedule::PipeDream => f + b,
                     Schedule::Interleaved => (f + b).div_ceil(v),
                     Schedule::ZbH1 => [f + b - w.min(f + b), f, b].into_iter().max().unwrap(),
                     Schedule::ZbV => [f.div_ceil(2), b.div_ceil(2), b - w.min(b)].into_iter().max().unwrap(),
@@ -577,7 +593,7 @@ fn value(
     let scalar = setting.prices.across_stages(&setting.mesh, setting.mesh.all(), pp, 8).0;
     let scalars = if setting.clip == Clip::GlobalNorm { 2 } else { 1 };
     let rest = match schedule {
-        Schedule::GPipe | Schedule::OneFOneB => slowest + longest,
+        Schedule::GPipe | Schedule::OneFOneB | Schedule::PipeDream => slowest + longest,
         Schedule::Interleaved | Schedule::ZbH1 | Schedule::ZbV => latest,
     };
     Some(sum + rest + scalars * scalar)

@@ -24,6 +24,7 @@ use clap::ValueEnum;
 use dplan_ir::dtype::DType;
 use dplan_ir::entity::{ParamId, Table};
 use dplan_ir::graph::Graph;
+use dplan_ir::plan::Clip;
 use dplan_ir::verify;
 use faults::Planned;
 use settings::{Decay, LrSchedule};
@@ -82,9 +83,9 @@ pub struct Args {
     /// What weight decay pulls.
     #[arg(long, default_value = "all")]
     decay: Decay,
-    /// Largest global gradient norm.
-    #[arg(long, default_value_t = 1.0)]
-    clip: f64,
+    /// Largest global gradient norm [default: 1]. Plans that do not clip (schedule pipedream) refuse it.
+    #[arg(long)]
+    clip: Option<f64>,
     /// First loss scale of f16 plans, a power of two. Steps whose gradients overflow are skipped, and halve it.
     #[arg(long, default_value = "65536", value_name = "S", value_parser = args::loss_scale)]
     loss_scale: LossScale,
@@ -194,6 +195,9 @@ impl Args {
 pub fn run(args: Args) -> Result<Outcome> {
     let file = PlanFile::read(&args.plan)?;
     check(&args)?;
+    if file.plan.clip == Clip::None && args.clip.is_some() {
+        return Err(anyhow!("--clip: {} does not clip (schedule {}); expected no --clip", args.plan.display(), file.plan.schedule.name()).into());
+    }
     if let Err(violations) = verify::verify_program(&file.graph, &file.program) {
         let first = violations.first().map(ToString::to_string).unwrap_or_default();
         let error =
@@ -223,7 +227,9 @@ fn check(args: &Args) -> anyhow::Result<()> {
     for (flag, value) in finite {
         ensure!(value.is_finite() && value >= 0.0, "{flag} {value}: expected a number that is not negative");
     }
-    ensure!(args.clip > 0.0, "--clip {}: expected a number above 0", args.clip);
+    if let Some(clip) = args.clip {
+        ensure!(clip > 0.0, "--clip {clip}: expected a number above 0");
+    }
     ensure!(args.timeout.is_finite() && args.timeout > 0.0, "--timeout {}: expected seconds above 0", args.timeout);
     ensure!(
         !args.together || args.device == cuda::Device::Cuda,

@@ -46,7 +46,7 @@ pub fn hyper(args: &Args, file: &PlanFile, step: u64) -> Hyper {
     };
     let clip = match file.plan.clip {
         Clip::None => f64::INFINITY,
-        Clip::GlobalNorm => args.clip,
+        Clip::GlobalNorm => args.clip.unwrap_or(1.0),
     };
     let (beta1, beta2) = match file.plan.optimizer {
         Optimizer::AdamW | Optimizer::Adam | Optimizer::Sgd | Optimizer::Lamb => args.betas,

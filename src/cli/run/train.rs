@@ -208,7 +208,8 @@ impl Run {
             if scaled {
                 at.position.loss_scale = scale.after(outcome, self.args.loss_scale_window);
             }
-            at.position.updates += u64::from(outcome == loss_scale::Outcome::Finite);
+            let updates = self.file.program.updates.count(self.file.program.micro_batches);
+            at.position.updates += if outcome == loss_scale::Outcome::Finite { updates } else { 0 };
             line(self.args.json, step, data, self.tokens(), &result, scaled.then_some(scale))
         };
         at.position.step += 1;

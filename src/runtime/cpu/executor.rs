@@ -279,6 +279,7 @@ impl<'w> Executor<'w> {
     fn advance(&mut self, code: &Code, stream: usize, item: Item, scalars: &StepScalars, batch: &Batch) -> Progress {
         let arena = &self.world.arenas[self.rank];
         let micro = u64::from(item.micro_batch);
+        let scalars = &scalars.of(self.world.loaded.updates, micro, self.world.loaded.micro_batches);
         // SAFETY: here and below, slots of one instruction are this rank's until the instruction is complete: the verifier proved it of the program.
         let read = |slot: &Slot| unsafe { arena.read(slot, micro) };
         let write = |slot: &Slot| unsafe { arena.write(slot, micro) };
@@ -327,7 +328,7 @@ impl<'w> Executor<'w> {
                 unsafe { std::ptr::write_bytes(arena.at(dst, micro), 0, dst.bytes) }
             }
             Action::Copy { src, dst } => {
-                // SAFETY: `load` checked that the slots are of one size; a copy goes between two memories, so they do not overlap.
+                // SAFETY: `load` checked that the slots are of one size and do not overlap.
                 unsafe { std::ptr::copy_nonoverlapping(arena.at(src, micro).cast_const(), arena.at(dst, micro), dst.bytes) }
             }
             Action::Transfer { .. } => return self.transfer(code, stream),

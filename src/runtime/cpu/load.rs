@@ -11,7 +11,7 @@ use dplan_ir::entity::{BufferId, NodeId, ParamId, SegmentId, Table};
 use dplan_ir::graph::Graph;
 use dplan_ir::mesh::AxisSet;
 use dplan_ir::optimizer::{DecayGroups, Optimizer, decays};
-use dplan_ir::program::{Channel, Instr, Pattern, Program, Space, Stream, Write};
+use dplan_ir::program::{Channel, Instr, Pattern, Program, Space, Stream, Updates, Write};
 use dplan_ir::sharding::Monoid;
 use dplan_kernels::cpu::Kernel;
 
@@ -176,6 +176,9 @@ pub struct Loaded {
     pub meetings: Vec<u64>,
     /// Of a micro-batch, over all ranks.
     pub sequences: u64,
+    pub updates: Updates,
+    /// Of a step.
+    pub micro_batches: u64,
 }
 
 /// What tells communicators apart.
@@ -192,7 +195,8 @@ enum Key {
 pub fn load(graph: &Graph, program: &Program, groups: DecayGroups) -> Result<Loaded, RuntimeError> {
     let decays = decays(graph, groups);
     let mut communicators: BTreeMap<Key, usize> = BTreeMap::new();
-    let mut loaded = Loaded { sequences: graph.batch.map_or(0, |d| graph.size(d)), ..Loaded::default() };
+    let Program { updates, micro_batches, .. } = *program;
+    let mut loaded = Loaded { sequences: graph.batch.map_or(0, |d| graph.size(d)), updates, micro_batches, ..Loaded::default() };
     // How many meetings of each communicator each of its members issues.
     let mut counts: Vec<BTreeMap<usize, u64>> = Vec::new();
     for stage in 0..program.stages.len() {
@@ -343,6 +347,7 @@ impl Loader<'_> {
                 self.same(&[from, to])?;
                 let is_filed = |buffer: BufferId| self.view.of_stage().space(buffer) == Space::File;
                 match (is_filed(*src), is_filed(*dst)) {
+                    (false, false) if from.overlaps(&to) => return Err("a copy onto a part of itself".into()),
                     (false, false) => Action::Copy { src: from, dst: to },
                     (true, false) => Action::Transfer { way: Way::In, memory: to, file: from },
                     (false, true) => Action::Transfer { way: Way::Out, memory: from, file: to },

@@ -119,7 +119,7 @@ fn data_parallel(graph: &Graph) -> Program {
     l.0.schedule = calls.map(|(segment, micro_batch)| Call { segment, micro_batch }).to_vec();
     l.0.events = 2;
     let padded = Padded(graph.dims.map(|_, d| d.size));
-    Program { mesh, padded, micro_batches: MICRO_BATCHES, optimizer: Some(Optimizer::AdamW), stages: vec![l.0] }
+    Program { mesh, padded, micro_batches: MICRO_BATCHES, optimizer: Some(Optimizer::AdamW), updates: Updates::Step, stages: vec![l.0] }
 }
 
 fn scalars(step: u64) -> StepScalars {
@@ -189,8 +189,14 @@ fn a_stall_names_ranks_instructions_and_peers() {
     };
     let stages = vec![stage(1, Channel::Forward, Channel::Backward), stage(0, Channel::Backward, Channel::Forward)];
     let graph = graph();
-    let program =
-        Program { mesh: Mesh::new(1, 1), padded: Padded(graph.dims.map(|_, d| d.size)), micro_batches: MICRO_BATCHES, optimizer: None, stages };
+    let program = Program {
+        mesh: Mesh::new(1, 1),
+        padded: Padded(graph.dims.map(|_, d| d.size)),
+        micro_batches: MICRO_BATCHES,
+        optimizer: None,
+        updates: Updates::Step,
+        stages,
+    };
     let options = Options { timeout: Duration::from_millis(50), ..Options::default() };
     let mut session = Session::new(graph, program, &options).expect("a session");
     let error = session.step(&scalars(1), &batch(1)).expect_err("a stall");

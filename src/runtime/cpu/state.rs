@@ -236,12 +236,14 @@ fn updated(stage: &StageProgram, bucket: dplan_ir::entity::BucketId, role: Role)
 
 /// Where a buffer of the update is between steps, if it is in another memory then.
 fn kept(stage: &StageProgram, buffer: BufferId) -> BufferId {
+    let is_away = |id: BufferId| stage.space(id) != Space::Device;
+    // Copies within the device's memory put earlier versions by.
     let other = |issue: &Issue| match issue.instr {
-        Instr::Copy { src, dst } if dst == buffer => Some(src),
-        Instr::Copy { src, dst } if src == buffer => Some(dst),
+        Instr::Copy { src, dst } if dst == buffer && is_away(src) => Some(src),
+        Instr::Copy { src, dst } if src == buffer && is_away(dst) => Some(dst),
         _ => None,
     };
-    if stage.space(buffer) != Space::Device {
+    if is_away(buffer) {
         return buffer;
     }
     stage.segments.values().flat_map(|s| &s.body).find_map(other).unwrap_or(buffer)

@@ -10,7 +10,7 @@ use std::ops::Range;
 use dplan_ir::entity::{BufferId, EventId, ParamId, SegmentId, Table};
 use dplan_ir::graph::Graph;
 use dplan_ir::optimizer::{DecayGroups, decays};
-use dplan_ir::program::{Instr, Issue, Pattern, Program, Space, Stream, Write};
+use dplan_ir::program::{Instr, Issue, Pattern, Program, Space, Stream, Updates, Write};
 use dplan_ir::sharding::{LocalType, Monoid};
 use dplan_kernels::cuda::flat::{self, Way};
 use dplan_kernels::cuda::{Alignment, Descriptor, Epilogue, PrepareError, Routine, Tail, Target, prepare, rows};
@@ -139,6 +139,13 @@ pub struct Code {
 pub fn load(graph: &Graph, program: &Program, stage: usize, local_rank: u64, decay: DecayGroups, target: Target) -> Result<Code, RuntimeError> {
     let of = Of { view: View { graph, program, stage, local_rank }, decays: decays(graph, decay), families: families(program), target };
     let rank = stage as u64 * program.mesh.ranks() + local_rank;
+    match program.updates {
+        Updates::Step => {}
+        Updates::MicroBatch => {
+            let why = "an update behind each micro-batch (schedule pipedream) takes scalars of its own, and a step on a GPU has one set: run it on CPU ranks".into();
+            return Err(RuntimeError::Program { stage: stage as u32, at: "schedule".into(), why });
+        }
+    }
     let (mut segments, mut working) = (Vec::new(), [0; Stream::ALL.len()]);
     let buffers = fuse::Buffers::new(&of.view);
     for (id, segment) in program.stages[stage].segments.iter() {

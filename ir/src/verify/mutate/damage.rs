@@ -6,7 +6,7 @@ use crate::entity::{BufferId, DimId, NodeId, ValueId};
 use crate::graph::{Graph, Node};
 use crate::mesh::{AxisId, AxisSet};
 use crate::op::Op;
-use crate::program::{ALIGN, Buffer, Channel, Content, Instr, Pattern, Program, Role, Space, Stream, Write};
+use crate::program::{ALIGN, Buffer, Channel, Content, Instr, Pattern, Program, Role, SegmentKind, Space, Stream, Updates, Write};
 use crate::ring::Ring;
 use crate::sharding::Monoid;
 
@@ -441,6 +441,21 @@ impl Cut<'_> {
                 self.issue(site).instr = Instr::Run { node: other, ins, outs, scratch, write };
                 Some(format!("{}: {other} for {node}", show(site)))
             }
+            Damage::OtherVersion => self.redirect(other_version, |i| match i {
+                // Parameters come behind what they are applied to.
+                Instr::Run { ins, .. } => ins.get_mut(1),
+                _ => None,
+            }),
+            Damage::FewerVersions => self.fewer_versions(),
+            Damage::LateStash => self.later_call(SegmentKind::Stash, &[SegmentKind::Update]),
+            Damage::LateUpdate => self.later_call(SegmentKind::Update, &[SegmentKind::Forward, SegmentKind::Backward, SegmentKind::BackwardLast]),
+            Damage::OtherUpdates => {
+                self.program.updates = match self.program.updates {
+                    Updates::Step => Updates::MicroBatch,
+                    Updates::MicroBatch => Updates::Step,
+                };
+                Some("the program".into())
+            }
             Damage::HalfGather => self.half_gather(),
             Damage::GatherPending => self.gather_pending(),
             Damage::FewerStages => self.fewer_stages(),
@@ -467,6 +482,11 @@ fn other_turn(this: &Buffer, b: &Buffer) -> bool {
         (Content::Value { value, sharding }, Content::Value { value: v, sharding: s }) => value == v && sharding.ring != s.ring,
         _ => false,
     }
+}
+
+/// Whether two buffers are places of one block of parameters.
+fn other_version(this: &Buffer, b: &Buffer) -> bool {
+    matches!(this.content, Content::Member { role: Role::Param, .. }) && b.content == this.content && b.offset != this.offset
 }
 
 /// Whether two buffers claim different things that can be read.

@@ -127,10 +127,20 @@ pub enum Damage {
     WrongPairs,
     /// An axis is nested twice, and another one not at all.
     WrongNesting,
+    /// A pass works with parameters of another place: the newest for those that were put by, or the reverse.
+    OtherVersion,
+    /// Parameters that are put by have a place less, so that a version is overwritten early.
+    FewerVersions,
+    /// Parameters are put by behind the update that they should be safe from.
+    LateStash,
+    /// An update comes a call later.
+    LateUpdate,
+    /// A program says that it updates once a step where it does so behind each micro-batch, or the reverse.
+    OtherUpdates,
 }
 
 impl Damage {
-    pub const ALL: [Damage; 86] = [
+    pub const ALL: [Damage; 91] = [
         Damage::DropRun,
         Damage::DropCollective,
         Damage::DropMessage,
@@ -217,6 +227,11 @@ impl Damage {
         Damage::WrongTurn,
         Damage::WrongPairs,
         Damage::WrongNesting,
+        Damage::OtherVersion,
+        Damage::FewerVersions,
+        Damage::LateStash,
+        Damage::LateUpdate,
+        Damage::OtherUpdates,
     ];
 
     /// In words: `drop wait`.

@@ -3,7 +3,7 @@
 use super::{Cut, show};
 use crate::entity::{BufferId, Table};
 use crate::mesh::AxisSet;
-use crate::program::{Buffer, Content, Instr, Issue, Pattern, Role, Scalar, Stream};
+use crate::program::{Buffer, Content, Instr, Issue, Pattern, Role, Scalar, SegmentKind, StageProgram, Stream};
 
 impl Cut<'_> {
     /// A gather in place stops half-way: over one axis less, into a larger piece that says so.
@@ -171,6 +171,31 @@ impl Cut<'_> {
             }
         }
         Some(format!("stage {stage}, {pick}"))
+    }
+
+    /// Places of parameters that are put by become one less, those of their blocks too.
+    pub fn fewer_versions(&mut self) -> Option<String> {
+        let is_put_by =
+            |b: &Buffer| b.slots > 1 && matches!(b.content, Content::Flat { role: Role::Param, .. } | Content::Member { role: Role::Param, .. });
+        let stages: Vec<usize> = (0..self.program.stages.len()).filter(|&s| self.program.stages[s].buffers.values().any(is_put_by)).collect();
+        let stage = stages[self.draw(stages.len())?];
+        self.program.stages[stage].buffers.iter_mut().filter(|(_, b)| is_put_by(b)).for_each(|(_, b)| b.slots -= 1);
+        Some(format!("stage {stage}"))
+    }
+
+    /// A call of a segment of a kind comes one call later: behind one of these kinds.
+    pub fn later_call(&mut self, kind: SegmentKind, behind: &[SegmentKind]) -> Option<String> {
+        let is_of = |stage: &StageProgram, at: usize, kinds: &[SegmentKind]| {
+            stage.segments.get(stage.schedule[at].segment).is_some_and(|s| kinds.contains(&s.kind))
+        };
+        let calls = |(index, stage): (usize, &StageProgram)| {
+            let all = (1..stage.schedule.len()).filter(|&next| is_of(stage, next - 1, &[kind]) && is_of(stage, next, behind));
+            all.map(move |next| (index, next - 1)).collect::<Vec<_>>()
+        };
+        let all: Vec<(usize, usize)> = self.program.stages.iter().enumerate().flat_map(calls).collect();
+        let (stage, at) = all[self.draw(all.len())?];
+        self.program.stages[stage].schedule.swap(at, at + 1);
+        Some(format!("stage {stage} call {at}"))
     }
 
     /// What is there for a step is another for each micro-batch.

@@ -1,11 +1,11 @@
-//! Whether a gradient is complete: every contribution of this stage once for each micro-batch, nothing else, and summed over all that it is partial over.
+//! Whether a gradient is complete: every contribution of this stage once for each micro-batch of the update, nothing else, and summed over all that it is partial over.
 
 use super::Class;
 use super::content::Fact;
 use super::dataflow::{Share, Walk};
 use super::sums::{Spans, Sum, Term};
 use crate::entity::{BufferId, ParamId, ValueId};
-use crate::program::Content;
+use crate::program::{Content, Updates};
 
 impl Walk<'_> {
     /// The one content of a flat buffer, when its bytes are to be cut otherwise than its members are.
@@ -122,14 +122,21 @@ impl Walk<'_> {
     fn whole(&self, buffer: BufferId, at: usize, sum: &Sum) -> Result<(), (Class, String)> {
         self.foreign(buffer, at, sum)?;
         let values = self.expected(buffer, at);
-        match values.iter().find(|&&v| !sum.micro_batches(v).is_all_below(self.micro_batches)) {
+        let wanted = match self.updates {
+            Updates::Step => Spans::all_below(self.micro_batches),
+            Updates::MicroBatch => Spans::one(self.micro_batch),
+        };
+        match values.iter().find(|&&v| sum.micro_batches(v) != wanted) {
             None => Ok(()),
             Some(&value) => {
                 let name = &self.types.graph.values[value].name;
                 let have = sum.micro_batches(value).show();
                 let have = if have.is_empty() { "none".into() } else { have };
-                let last = self.micro_batches - 1;
-                Err((Class::Gradient, format!("the gradient is used, but of micro-batches 0–{last} of `{name}` it has {have}")))
+                let wanted = match self.updates {
+                    Updates::Step => format!("micro-batches 0–{}", self.micro_batches - 1),
+                    Updates::MicroBatch => format!("micro-batch {} alone", self.micro_batch),
+                };
+                Err((Class::Gradient, format!("the gradient is used, but of {wanted} of `{name}` it has {have}")))
             }
         }
     }

@@ -5,11 +5,14 @@ use crate::entity::{BucketId, ValueId};
 use crate::mesh::AxisSet;
 use crate::program::{Role, Scalar};
 
-/// Which side of the step's update a parameter or state is on.
+/// How many updates of the step a parameter or state has behind it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Version {
-    Old,
-    New,
+pub(super) struct Version(pub u64);
+
+impl Version {
+    pub fn next(self) -> Version {
+        Version(self.0 + 1)
+    }
 }
 
 /// Content of a range that belongs to something which begins at byte `base`: a range is a part of it by where it lies, so that moved, cut or shifted bytes
@@ -57,9 +60,10 @@ pub(super) enum Fact {
         micro_batch: u64,
         base: u64,
     },
-    /// The sums of a bucket's trust ratios, still to be added over some axes.
+    /// The sums of a bucket's trust ratios, for the update of what has so many behind it, still to be added over some axes.
     Trust {
         bucket: BucketId,
+        version: Version,
         pending: AxisSet,
         base: u64,
     },

@@ -19,7 +19,7 @@ use super::{Class, Place, Report};
 use crate::entity::{BucketId, BufferId, Id, ParamId, SegmentId, Table, ValueId};
 use crate::graph::Graph;
 use crate::mesh::AxisSet;
-use crate::program::{Buffer, Call, Content, Instr, Pattern, Program, Role, Stream, Write};
+use crate::program::{Buffer, Call, Content, Instr, Pattern, Program, Role, Stream, Updates, Write};
 use crate::sharding::Sharding;
 
 /// What a stage has done by the end of its step.
@@ -59,7 +59,7 @@ pub(super) fn check(graph: &Graph, program: &Program, stage: usize, report: &mut
         body.iter().any(|issue| matches!(&issue.instr, Instr::Collective { stages, .. } if !stages.is_empty()))
     };
     let schedule = &program.stages[stage].schedule;
-    let cut = periodic(program, &program.stages[stage]).filter(|p| !schedule[p.start..][..p.count as usize * p.calls].iter().any(is_across));
+    let cut = periodic(program, stage).filter(|p| !schedule[p.start..][..p.count as usize * p.calls].iter().any(is_across));
     let mut trial = Report::default();
     let end = Walk::new(graph, program, stage, &mut trial).step(cut);
     if trial.is_clean() {
@@ -78,6 +78,7 @@ pub(super) struct Walk<'a> {
     pub contributions: BTreeMap<ParamId, BTreeSet<ValueId>>,
     /// Micro-batches of the step.
     pub micro_batches: u64,
+    pub updates: Updates,
     pub micro_batch: u64,
     pub point: Point,
     pub end: End,
@@ -122,6 +123,7 @@ impl<'a> Walk<'a> {
             frames: Frames::default(),
             contributions: BTreeMap::new(),
             micro_batches: program.micro_batches,
+            updates: program.updates,
             micro_batch: 0,
             point: Point::default(),
             end: End::default(),
@@ -202,7 +204,7 @@ impl<'a> Walk<'a> {
     fn begin(&mut self) {
         for (buffer, bucket, role) in self.homes() {
             if role != Role::Grad {
-                self.put_unordered(buffer, self.state(buffer, bucket, role, Version::Old));
+                self.put_unordered(buffer, self.state(buffer, bucket, role, Version(0)));
             }
         }
     }
@@ -214,7 +216,7 @@ impl<'a> Walk<'a> {
             if role == Role::Grad {
                 continue;
             }
-            let new = self.state(buffer, bucket, role, Version::New);
+            let new = self.state(buffer, bucket, role, Version(self.updates.count(self.micro_batches)));
             if let Some(found) = self.mismatch(buffer, |fact| fact == new) {
                 let message =
                     format!("at the end of the step the home of {} of {bucket} holds {}, not its new version", role.name(), self.show(found));
@@ -388,7 +390,7 @@ impl<'a> Walk<'a> {
     /// Reports that a buffer should hold one thing and holds another.
     pub fn wrong(&mut self, buffer: BufferId, expected: Fact, found: Fact) {
         let class = match found {
-            Fact::State { version: Version::New, .. } => Class::Version,
+            Fact::State { version, .. } if version != Version(0) || is_other_version(expected, found) => Class::Version,
             Fact::Garbage
             | Fact::Zero
             | Fact::Value { .. }
@@ -408,9 +410,21 @@ impl<'a> Walk<'a> {
         let (_, base) = self.slot(buffer);
         match self.types.stage.buffers[buffer].content {
             Content::Value { value, .. } => Fact::Value { value, sharding: self.shardings[buffer], micro_batch: self.micro_batch, base: *base },
-            Content::Member { bucket, role, .. } => self.state(buffer, bucket, role, Version::Old),
-            Content::Flat { bucket, role, .. } => self.state(buffer, bucket, role, Version::Old),
+            Content::Member { bucket, role, .. } | Content::Flat { bucket, role, .. } => self.state(buffer, bucket, role, self.worked_with()),
             Content::Scalar(_) | Content::Trust { .. } | Content::Wire { .. } | Content::Frame | Content::Scratch => Fact::Garbage,
+        }
+    }
+
+    /// The version of parameters that the passes of this micro-batch work with.
+    fn worked_with(&self) -> Version {
+        Version(self.types.program.version(self.stage, self.micro_batch))
+    }
+
+    /// What the update of this micro-batch, or of the step, finds.
+    pub fn updates_before(&self) -> Version {
+        match self.updates {
+            Updates::Step => Version(0),
+            Updates::MicroBatch => Version(self.micro_batch),
         }
     }
 
@@ -516,5 +530,15 @@ impl<'a> Walk<'a> {
             Some((segment, instr)) => format!("{segment}[{instr}] on {name}"),
             None => "the step's beginning".into(),
         }
+    }
+}
+
+/// Whether both are one role of one bucket, as different numbers of updates have made it.
+fn is_other_version(a: Fact, b: Fact) -> bool {
+    match (a, b) {
+        (Fact::State { bucket, role, version, .. }, Fact::State { bucket: other, role: r, version: v, .. }) => {
+            (bucket, role) == (other, r) && version != v
+        }
+        _ => false,
     }
 }

@@ -5,10 +5,10 @@
 //! over everything.
 
 use super::Class;
-use super::content::{Fact, Version};
+use super::content::Fact;
 use super::dataflow::{Share, Walk};
 use super::memory::NO_GRID;
-use super::sums::{Clash, Pending, Sum, Term};
+use super::sums::{Clash, Pending, Spans, Sum, Term};
 use crate::entity::{BucketId, BufferId, ValueId};
 use crate::mesh::AxisSet;
 use crate::program::{Content, Pattern, Role, Scalar, Write};
@@ -159,7 +159,7 @@ impl Walk<'_> {
         self.note_rounded(grad);
         for &buffer in [state].iter().chain(moments) {
             let Content::Flat { bucket, role, .. } = self.types.stage.buffers[buffer].content else { continue };
-            let old = self.state(buffer, bucket, role, Version::Old);
+            let old = self.state(buffer, bucket, role, self.updates_before());
             if let Some(found) = self.mismatch(buffer, |fact| fact == old) {
                 self.wrong(buffer, old, found);
             }
@@ -173,7 +173,7 @@ impl Walk<'_> {
         let split = self.types.stage.buckets[bucket].members.first().map_or(AxisSet::EMPTY, |m| m.sharding.used());
         let pending = split.union(pieces).and(self.everyone().axes);
         let base = self.flat(dst).base;
-        self.put(dst, Fact::Trust { bucket, pending, base });
+        self.put(dst, Fact::Trust { bucket, version: self.updates_before(), pending, base });
     }
 
     /// Sums over exactly the axes that cut the parameters up: ranks that hold the same elements have the same sums.
@@ -185,8 +185,8 @@ impl Walk<'_> {
         self.note_write(dst);
         let real = axes.and(self.everyone().axes);
         let result = match found {
-            Fact::Trust { bucket: of, pending, .. } if of == bucket && pending.includes(real) => {
-                Fact::Trust { bucket, pending: pending.minus(real), base: self.flat(dst).base }
+            Fact::Trust { bucket: of, version, pending, .. } if of == bucket && pending.includes(real) => {
+                Fact::Trust { bucket, version, pending: pending.minus(real), base: self.flat(dst).base }
             }
             other => {
                 let message = format!("trust sums of {bucket} are reduced over {}, its bytes hold {}", self.types.axes(axes), self.show(other));
@@ -202,7 +202,7 @@ impl Walk<'_> {
         let Content::Trust { bucket } = self.types.stage.buffers[sums].content else { return };
         self.note_read(sums);
         let found = self.scalar(sums);
-        if found != (Fact::Trust { bucket, pending: AxisSet::EMPTY, base: self.flat(sums).base }) {
+        if found != (Fact::Trust { bucket, version: self.updates_before(), pending: AxisSet::EMPTY, base: self.flat(sums).base }) {
             let message = format!("expected trust sums of {bucket}, fully reduced, its bytes hold {}", self.show(found));
             self.fault(Class::Norm, Some(sums), message);
         }
@@ -212,13 +212,13 @@ impl Walk<'_> {
     pub fn update(&mut self, state: BufferId, moments: &[BufferId], param: Option<BufferId>) {
         for &buffer in [state].iter().chain(moments) {
             let Content::Flat { bucket, role, .. } = self.types.stage.buffers[buffer].content else { continue };
-            let new = self.state(buffer, bucket, role, Version::New);
+            let new = self.state(buffer, bucket, role, self.updates_before().next());
             self.put(buffer, new);
         }
         if let Some(buffer) = param
             && let Content::Flat { bucket, role, .. } = self.types.stage.buffers[buffer].content
         {
-            let new = self.state(buffer, bucket, role, Version::New);
+            let new = self.state(buffer, bucket, role, self.updates_before().next());
             self.put(buffer, new);
         }
     }
@@ -413,7 +413,7 @@ impl Walk<'_> {
             };
             match scalar {
                 Scalar::Loss => {
-                    let whole = |v: ValueId| sum.micro_batches(v).is_all_below(self.micro_batches) && sum.pending.is_done();
+                    let whole = |v: ValueId| sum.micro_batches(v) == Spans::all_below(self.micro_batches) && sum.pending.is_done();
                     let whole = self.types.graph.loss.is_some_and(whole);
                     if !whole {
                         let shown = self.show(fact);

@@ -5,10 +5,10 @@
 //! periods leave, of what T knew, the contents of S with micro-batches `n · p` later, and `n · p` more of them in each sum that goes on.
 
 use super::clock::{Clocks, Point};
-use super::content::Fact;
+use super::content::{Fact, Version};
 use super::dataflow::Walk;
 use super::memory::{Cell, NO_GRID};
-use crate::program::Scalar;
+use crate::program::{Scalar, Updates};
 
 /// What the state was after some period.
 pub(super) struct Snapshot {
@@ -69,8 +69,18 @@ impl Walk<'_> {
                 Fact::Scalar { scalar: Scalar::Loss, sum: sums(sum, s), base, dtype }
             }
             // Of no micro-batch.
-            (_, Fact::Garbage | Fact::Zero | Fact::State { .. } | Fact::Scalar { .. } | Fact::Trust { .. }) => now,
+            (_, Fact::State { bucket, role, version, flat }) => Fact::State { bucket, role, version: self.later(version, more), flat },
+            (_, Fact::Trust { bucket, version, pending, base }) => Fact::Trust { bucket, version: self.later(version, more), pending, base },
+            (_, Fact::Garbage | Fact::Zero | Fact::Scalar { .. }) => now,
             (_, Fact::Grad { .. } | Fact::Wire { .. }) => Fact::Garbage,
+        }
+    }
+
+    /// The version that stands where another one does so many micro-batches before.
+    fn later(&self, version: Version, micro_batches: u64) -> Version {
+        match self.updates {
+            Updates::Step => version,
+            Updates::MicroBatch => Version(version.0 + micro_batches),
         }
     }
 
@@ -79,6 +89,8 @@ impl Walk<'_> {
         match (then, now) {
             (Fact::Value { value, sharding, micro_batch, base }, b) => b == Fact::Value { value, sharding, micro_batch: micro_batch + shift, base },
             (Fact::Frame { number, micro_batch, base }, b) => b == Fact::Frame { number, micro_batch: micro_batch + shift, base },
+            (Fact::State { bucket, role, version, flat }, b) => b == Fact::State { bucket, role, version: self.later(version, shift), flat },
+            (Fact::Trust { bucket, version, pending, base }, b) => b == Fact::Trust { bucket, version: self.later(version, shift), pending, base },
             (Fact::Grad { bucket, sum, flat }, Fact::Grad { bucket: b, sum: s, flat: f }) => (bucket, flat) == (b, f) && sums(sum, s),
             (Fact::Wire { bucket, sum, from, base }, Fact::Wire { bucket: b, sum: s, from: f, base: at }) => {
                 (bucket, from, base) == (b, f, at) && sums(sum, s)

@@ -3,7 +3,7 @@
 use super::content::{Fact, Version};
 use super::dataflow::Walk;
 use super::sums::{Pending, Spans, Term};
-use crate::program::Content;
+use crate::program::{Content, Updates};
 
 impl Walk<'_> {
     pub fn show(&self, fact: Fact) -> String {
@@ -20,11 +20,12 @@ impl Walk<'_> {
                 format!("`{}`{sharding} of micro-batch {micro_batch} (beginning at byte {base})", graph.values[value].name)
             }
             Fact::State { bucket, role, version, flat } => {
-                let version = match version {
-                    Version::Old => "before",
-                    Version::New => "after",
+                let version = match (self.updates, version) {
+                    (Updates::Step, Version(0)) => "before the update".into(),
+                    (Updates::Step, Version(_)) => "after the update".into(),
+                    (Updates::MicroBatch, Version(count)) => format!("after {count} updates"),
                 };
-                format!("{} of {bucket} {version} the update (beginning at byte {})", role.name(), flat.base)
+                format!("{} of {bucket} {version} (beginning at byte {})", role.name(), flat.base)
             }
             Fact::Grad { bucket, sum, flat } => {
                 format!("gradients of {bucket} (beginning at byte {}): {}", flat.base, self.show_sum(sum))
@@ -35,8 +36,12 @@ impl Walk<'_> {
                 format!("on the wire {whose} gradients of {bucket} (beginning at byte {base}): {}", self.show_sum(sum))
             }
             Fact::Frame { micro_batch, base, .. } => format!("a frame of micro-batch {micro_batch} (beginning at byte {base})"),
-            Fact::Trust { bucket, pending, .. } => {
-                format!("trust sums of {bucket}, {}", self.show_pending(Pending { axes: pending, stages: false }))
+            Fact::Trust { bucket, pending, version, .. } => {
+                let pending = self.show_pending(Pending { axes: pending, stages: false });
+                match self.updates {
+                    Updates::Step => format!("trust sums of {bucket}, {pending}"),
+                    Updates::MicroBatch => format!("trust sums of {bucket} after {} updates, {pending}", version.0),
+                }
             }
         }
     }

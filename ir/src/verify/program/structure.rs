@@ -7,7 +7,7 @@ use crate::bucket::{Bucket, Member};
 use crate::entity::{BucketId, BufferId, DimId, Id, ParamId, SegmentId};
 use crate::graph::{Def, Graph, Type};
 use crate::mesh::{AxisSet, MAX_AXES};
-use crate::program::{Buffer, Content, Instr, Program, Role, Scalar, SegmentKind, Space, StageProgram};
+use crate::program::{Buffer, Content, Instr, Program, Role, Scalar, SegmentKind, Space, StageProgram, Updates};
 use crate::rule::{Split, rule};
 use crate::sharding::{LocalType, Sharding};
 
@@ -177,6 +177,9 @@ impl Checker<'_> {
             if !self.program.mesh.all().includes(bucket.partial) {
                 fault("partial over an axis that the mesh does not have".into());
             }
+            if !bucket.tied.is_empty() && self.program.updates == Updates::MicroBatch {
+                fault(format!("tied over stages {:?}, which update at different times: each micro-batch has an update of its own", bucket.tied));
+            }
             if bucket.elems > MOST_ELEMENTS {
                 fault(format!("{} elements, at most {MOST_ELEMENTS} are allowed", bucket.elems));
             }
@@ -221,13 +224,13 @@ impl Checker<'_> {
 
     fn buffers(&mut self) {
         for (id, buffer) in self.stage.buffers.iter() {
-            if let Err(why) = self.buffer(buffer) {
+            if let Err(why) = self.buffer(id, buffer) {
                 self.report.push(Class::Structure, self.place.buffer(id), why);
             }
         }
     }
 
-    fn buffer(&self, buffer: &Buffer) -> Result<(), String> {
+    fn buffer(&self, id: BufferId, buffer: &Buffer) -> Result<(), String> {
         let (mesh, size) = (&self.program.mesh, buffer.dtype.size());
         let expect = |bytes: u64, dtype| match () {
             () if buffer.dtype != dtype => Err(format!("element type {}, expected {dtype}", buffer.dtype)),
@@ -303,7 +306,7 @@ impl Checker<'_> {
             return Err("no slots".into());
         }
         // What is there for a whole step is not another for each micro-batch.
-        let of_micro_batches = matches!(buffer.content, Content::Value { .. } | Content::Frame | Content::Scratch);
+        let of_micro_batches = matches!(buffer.content, Content::Value { .. } | Content::Frame | Content::Scratch) || self.is_put_by(id, buffer);
         if buffer.slots > 1 && !of_micro_batches {
             return Err(format!("{} slots, expected one: it is of no micro-batch", buffer.slots));
         }
@@ -317,6 +320,15 @@ impl Checker<'_> {
             Some(end) if end <= self.stage.range(self.stage.space_at(buffer.offset)).end => Ok(()),
             Some(end) if end <= self.stage.end() => Err("lies in two memories".into()),
             _ => Err(format!("ends behind the arena of {} bytes", self.stage.end())),
+        }
+    }
+
+    /// Whether it may hold parameters that were put by for backward passes, beside those that live from step to step.
+    fn is_put_by(&self, id: BufferId, buffer: &Buffer) -> bool {
+        match (self.program.updates, &buffer.content) {
+            (Updates::MicroBatch, Content::Member { role: Role::Param, .. }) => true,
+            (Updates::MicroBatch, &Content::Flat { bucket, role: Role::Param, .. }) => self.stage.home(bucket, Role::Param) != Some(id),
+            (Updates::Step | Updates::MicroBatch, _) => false,
         }
     }
 
@@ -363,6 +375,7 @@ impl Checker<'_> {
         let elsewhere = buffers_of(instr).into_iter().filter(|&b| self.stage.space(b) != Space::Device);
         match (instr, elsewhere.collect::<Vec<_>>()[..].split_first()) {
             (Instr::Copy { .. }, Some((_, []))) => {}
+            (&Instr::Copy { src, dst }, None) if self.is_stash(src, dst) => {}
             (Instr::Copy { dst, .. }, _) => return Err((Some(*dst), "a copy goes between the device's memory and another".into())),
             (_, Some((&first, _))) => return Err((Some(first), format!("only copies reach {}", self.stage.space(first).name()))),
             (_, None) => {}
@@ -417,6 +430,14 @@ impl Checker<'_> {
                     return err(format!("there is no other stage {other}"));
                 }
             }
+            Instr::SquareSum { .. } | Instr::ClipScale { .. } | Instr::Update { scale: Some(_), .. } | Instr::TrustSums { scale: Some(_), .. }
+                if self.program.updates == Updates::MicroBatch =>
+            {
+                return err(
+                    "a norm is of all stages, and where each micro-batch has an update of its own no stage waits for others: nothing is clipped"
+                        .into(),
+                );
+            }
             Instr::SquareSum { once, .. } => {
                 if !axes_in_mesh(*once) {
                     return err(format!("once over {once:?}"));
@@ -441,6 +462,13 @@ impl Checker<'_> {
             | Instr::Update { .. } => {}
         }
         Ok(())
+    }
+
+    /// Whether a copy within the device's memory puts parameters by.
+    fn is_stash(&self, src: BufferId, dst: BufferId) -> bool {
+        let [from, to] = [src, dst].map(|b| &self.stage.buffers[b].content);
+        let is_param = matches!(from, Content::Flat { role: Role::Param, pieces: AxisSet::EMPTY, .. });
+        self.program.updates == Updates::MicroBatch && is_param && from == to && src != dst
     }
 
     /// Across stages go gradients of parameters with homes on exactly them, and the norm of all.
@@ -489,10 +517,16 @@ impl Checker<'_> {
                 );
             }
             match segment.kind {
-                SegmentKind::Begin | SegmentKind::Update if call.micro_batch != 0 => {
+                SegmentKind::Begin | SegmentKind::End if call.micro_batch != 0 => {
                     self.fault(format!("call {at}: {} is called for micro-batch {}, expected 0", call.segment, call.micro_batch));
                 }
-                SegmentKind::Begin | SegmentKind::Update => {}
+                SegmentKind::Update if self.program.updates == Updates::Step && call.micro_batch != 0 => {
+                    self.fault(format!(
+                        "call {at}: {} is called for micro-batch {}, expected 0: a step has one update",
+                        call.segment, call.micro_batch
+                    ));
+                }
+                SegmentKind::Begin | SegmentKind::Update | SegmentKind::Stash | SegmentKind::End => {}
                 SegmentKind::Forward => passes[call.micro_batch as usize][0] += 1,
                 SegmentKind::Backward | SegmentKind::BackwardLast | SegmentKind::BackwardInput => passes[call.micro_batch as usize][1] += 1,
                 SegmentKind::BackwardWeight | SegmentKind::BackwardWeightLast => passes[call.micro_batch as usize][2] += 1,

@@ -17,9 +17,9 @@ impl Spans {
     pub fn one(micro_batch: u64) -> Spans {
         Spans(vec![(micro_batch, micro_batch + 1)])
     }
-    /// Exactly the micro-batches below `n`.
-    pub fn is_all_below(&self, n: u64) -> bool {
-        self.0 == [(0, n)]
+    /// The micro-batches below `n`.
+    pub fn all_below(n: u64) -> Spans {
+        Spans(vec![(0, n)])
     }
     /// The union of disjoint sets, or a micro-batch that is in both.
     pub fn union(&self, other: &Spans) -> Result<Spans, u64> {

@@ -1,0 +1,76 @@
+//! The asynchronous schedule, from the pin to a resumed run.
+
+mod common;
+
+use common::{dplan, dplan_ok, json_lines, scratch, small_plan, tensors};
+use serde_json::Value;
+
+/// A plan says how stale it is, wherever it is shown, and its proof says what was proved of that. Nobody is told of it who did not ask.
+#[test]
+fn staleness_is_said() {
+    let dir = scratch("pipedream-said");
+    let plan = small_plan(&dir, "pp=2,schedule=pipedream,micro=2", 2, "f32");
+    let (config, plan) = (dir.join("config.json"), plan.to_str().unwrap());
+    let explained = dplan_ok(&["explain", plan]);
+    assert!(
+        explained.contains("asynchronous: 4 updates a step") && explained.contains("parameters 1, 0 updates old on stages 0 to 1"),
+        "{explained}"
+    );
+    assert!(!explained.contains("other orders of the passes"), "{explained}");
+    let proved = dplan_ok(&["verify", plan, "--certificate"]);
+    assert!(proved.contains("both passes of a micro-batch work with one version of parameters"), "{proved}");
+    let compile = |pins: &str| {
+        let args = ["compile", config.to_str().unwrap(), "--cluster", "cpu:2", "--batch", "8", "--seq", "8", "--pin", pins, "--json"];
+        serde_json::from_str::<Value>(&dplan_ok(&args)).unwrap()
+    };
+    assert_eq!(compile("pp=2,schedule=pipedream")["chosen"]["staleness"], serde_json::json!([1, 0]));
+    let other = compile("pp=2");
+    assert!(other["chosen"].get("staleness").is_none() && other["chosen"]["schedule"] != "pipedream");
+    let rows = other["baselines"].as_array().unwrap();
+    let marked: Vec<&str> = rows.iter().filter(|b| b["asynchronous"] == true).map(|b| b["name"].as_str().unwrap()).collect();
+    assert_eq!(marked, ["PipeDream"]);
+}
+
+#[test]
+fn what_it_cannot_have_is_refused_by_name() {
+    let dir = scratch("pipedream-refused");
+    let plan = small_plan(&dir, "pp=2,schedule=pipedream", 2, "f32");
+    let config = std::fs::read_to_string(dir.join("config.json")).unwrap();
+    std::fs::write(dir.join("tied.json"), config.replacen('{', r#"{"tie_word_embeddings":true,"#, 1)).unwrap();
+    let refused = |config: &str, pins: &str, precision: &str, says: &str| {
+        let config = dir.join(config);
+        let args = ["compile", config.to_str().unwrap(), "--cluster", "cpu:2", "--batch", "8", "--seq", "8", "--precision", precision, "--pin", pins];
+        let output = dplan(&args);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && said.contains(says), "{pins}: {said}");
+    };
+    refused("config.json", "schedule=pipedream+1f1b", "f32", "they differ in what is computed");
+    refused("config.json", "schedule=pipedream", "f16", "the norm that finds overflow is of all stages");
+    refused("config.json", "dp=2,schedule=pipedream,zero=3", "f32", "it needs ZeRO 0 or 1");
+    refused("config.json", "schedule=pipedream,offload=optimizer", "f32", "nothing offloaded");
+    refused("config.json", "schedule=pipedream,virtual=2", "f32", "one virtual stage on each stage");
+    refused("tied.json", "pp=2,schedule=pipedream", "f32", "one stage where layers share a parameter");
+    let clipped = dplan(&["run", plan.to_str().unwrap(), "--steps", "1", "--clip", "1"]);
+    assert!(String::from_utf8_lossy(&clipped.stderr).contains("does not clip (schedule pipedream)"));
+}
+
+/// Nothing is in flight between steps, and updates are counted one by one: a resumed run goes on as if it had not been interrupted, to the bit.
+#[test]
+fn a_resumed_run_goes_on_to_the_bit() {
+    let dir = scratch("pipedream-resumed");
+    let plan = small_plan(&dir, "pp=2,schedule=pipedream,micro=1", 2, "f32");
+    let run = |more: &[&str]| {
+        let args = [&["run", plan.to_str().unwrap(), "--seed", "3", "--lr", "0.01", "--json"][..], more].concat();
+        json_lines(&dplan_ok(&args)).into_iter().filter_map(|line| line.get("loss").and_then(Value::as_f64)).collect::<Vec<f64>>()
+    };
+    let path = |name: &str| dir.join(name).to_str().unwrap().to_owned();
+    let (whole, resumed, checkpoints) = (path("whole.safetensors"), path("resumed.safetensors"), path("checkpoints"));
+    let uninterrupted = run(&["--steps", "6", "--save", &whole]);
+    let first = run(&["--steps", "3", "--checkpoint", &checkpoints, "--every", "3"]);
+    let then = run(&["--steps", "6", "--resume", &checkpoints, "--save", &resumed]);
+    let bits = |losses: &[f64]| losses.iter().map(|l| l.to_bits()).collect::<Vec<_>>();
+    assert!(uninterrupted.len() >= 6 && uninterrupted[0] != uninterrupted[5]);
+    assert_eq!(bits(&uninterrupted[..3]), bits(&first[..3]));
+    assert_eq!(bits(&uninterrupted[3..6]), bits(&then[..3]));
+    assert_eq!(tensors(std::path::Path::new(&whole)), tensors(std::path::Path::new(&resumed)));
+}

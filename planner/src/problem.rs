@@ -32,6 +32,9 @@ impl Kind {
     }
 }
 
+/// The highest ZeRO stage at which gradients are exchanged once a step, as compressed ones are.
+pub const MOST_COMPRESSED: u8 = 1;
+
 #[derive(Clone, PartialEq, Debug)]
 pub struct Problem {
     pub devices: u64,
@@ -65,9 +68,10 @@ impl Problem {
     /// for arena and context of each device together; the device's memory if absent or less.
     pub fn new(prices: &dyn Prices, devices: u64, batch: u64, types: StateTypes, clip: Clip, pins: Pins, memory_limit: Option<u64>) -> Problem {
         let types = StateTypes { wire: pins.wire.unwrap_or_default(), ..types };
+        let most = if types.wire.kept().is_some() { MOST_COMPRESSED } else { 3 };
         let mut kinds: Vec<Kind> = Vec::new();
         let layers = prices.classes().iter().zip(0..).map(|(&class, layer)| {
-            let zero = (0..=3).map(Zero).filter(|z| pins.zero.allows(layer, z)).collect();
+            let zero = (0..=3).map(Zero).filter(|z| pins.zero.allows(layer, z) && z.0 <= most).collect();
             let recompute = Recompute::ALL.into_iter().filter(|r| pins.recompute.allows(layer, r)).collect();
             let away = searched(&pins).into_iter().filter(|a| pins.offload.allows(layer, a)).collect();
             let kind = Kind { class, zero, away, recompute };

@@ -206,12 +206,12 @@ pub fn batches(case: &Case, graph: &Graph, step: u64) -> Vec<Vec<Tensor>> {
     (0..case.micro_batches).map(|_| inputs(graph, case.model.vocab, &mut dice)).collect()
 }
 
-/// The reference: one device, or where gradients are rounded for their exchange, one that rounds each rank's part of them.
+/// The reference: one device, or where gradients are rounded or compressed for their exchange, one that does that to each rank's part of them.
 fn on_one_device(case: &Case, graph: &Graph) -> Result<Trained, Fault> {
     let plan = case.plan(graph);
-    let rounding = match case.wire.dtype() {
-        Some(_) => Some(Rounding::new(graph, &plan).map_err(|e| Fault::Refused(e.to_string()))?),
-        None => None,
+    let mut rounding = match case.wire.is_lossy() {
+        true => Some(Rounding::new(graph, &plan).map_err(|e| Fault::Refused(e.to_string()))?),
+        false => None,
     };
     let mut state = TrainState::new(init::params(graph, INIT), case.optimizer);
     let mut trained = Trained { losses: Vec::new(), norms: Vec::new(), tensors: Vec::new() };
@@ -219,7 +219,7 @@ fn on_one_device(case: &Case, graph: &Graph) -> Result<Trained, Fault> {
     for step in 1..=STEPS {
         let at = StepScalars { loss_scale: 1.0, ..scalars(case, graph, step) };
         let batches = batches(case, graph, step);
-        let report = match &rounding {
+        let report = match &mut rounding {
             None => train_step_of(graph, &mut state, &batches, &at, case.optimizer, case.decay),
             Some(rounding) => {
                 let summed = rounding.step(&state.params, &batches, &at);

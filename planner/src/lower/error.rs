@@ -70,6 +70,12 @@ pub enum LowerError {
         "clip none in {compute}: the factor that clips is what scales the loss back and finds overflow, so clip by the global norm (`global_norm`)"
     )]
     Unclipped { compute: DType },
+    #[error(
+        "wire {wire} with ZeRO {found}: what is left over of compressed gradients is kept from step to step, and counts in one exchange a step, so ZeRO 0 or 1"
+    )]
+    CompressedZero { wire: String, found: u8 },
+    #[error("wire {wire} in {compute}: what is left over is in the scale of the loss, which changes, so compute in bf16 or f32")]
+    CompressedScale { wire: String, compute: DType },
     #[error("`{first}` and `{second}` are both used by several layers; one such parameter is supported")]
     SeveralTied { first: String, second: String },
 }

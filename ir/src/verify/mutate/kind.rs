@@ -127,10 +127,24 @@ pub enum Damage {
     WrongPairs,
     /// An axis is nested twice, and another one not at all.
     WrongNesting,
+    /// Gradients are not compressed.
+    DropCompress,
+    /// Gradients are compressed twice.
+    RepeatCompress,
+    /// Gradients are compressed with what is left over of others.
+    OtherResidual,
+    /// What is left over is written elsewhere, and the residual stays as it was.
+    StaleResidual,
+    /// What is left over is cleared before it counts.
+    LoseResidual,
+    /// What is left over is read by something else.
+    ReadResidual,
+    /// Pairs are fewer than are sent.
+    FewerPairs,
 }
 
 impl Damage {
-    pub const ALL: [Damage; 86] = [
+    pub const ALL: [Damage; 93] = [
         Damage::DropRun,
         Damage::DropCollective,
         Damage::DropMessage,
@@ -217,6 +231,13 @@ impl Damage {
         Damage::WrongTurn,
         Damage::WrongPairs,
         Damage::WrongNesting,
+        Damage::DropCompress,
+        Damage::RepeatCompress,
+        Damage::OtherResidual,
+        Damage::StaleResidual,
+        Damage::LoseResidual,
+        Damage::ReadResidual,
+        Damage::FewerPairs,
     ];
 
     /// In words: `drop wait`.

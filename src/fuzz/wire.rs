@@ -100,7 +100,7 @@ impl<'a> Rounding<'a> {
 
     /// What ranks send of what they have added up, if that is not all: with what each had left over, the largest elements of each bucket.
     fn compressed(&mut self, mut done: Turns) -> Turns {
-        let Some(share) = self.plan.wire.kept() else { return done };
+        let Some(share) = self.plan.wire.kept().filter(|_| !done.is_empty()) else { return done };
         let mesh = &self.sharded.mesh;
         for (stage, table) in (0..).zip(&self.buckets) {
             for (id, bucket) in table.iter().filter(|(_, b)| mesh.size(b.partial.and(mesh.data())) > 1) {

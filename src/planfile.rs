@@ -120,7 +120,7 @@ impl PlanFile {
             precision: plan.compute.to_string(),
             optimizer: plan.optimizer.name().into(),
             clip: clip_name(plan.clip).into(),
-            wire: plan.wire.dtype().map(|_| plan.wire.name().into()),
+            wire: plan.wire.is_lossy().then(|| plan.wire.name()),
             sync: (plan.sync != Sync::Flat).then(|| plan.sync.name()),
             map: (plan.nest != Nest::default()).then(|| plan.nest.to_string()),
             seq: self.seq,
@@ -196,7 +196,7 @@ impl PlanFile {
         };
         let wire = match &json.wire {
             None => Wire::Full,
-            Some(name) => Wire::from_name(name).ok_or_else(|| wrong("wire", format!("`{name}`: expected full or bf16")))?,
+            Some(name) => Wire::from_name(name).ok_or_else(|| wrong("wire", format!("`{name}`: expected full, bf16 or topk:F")))?,
         };
         let sync = match &json.sync {
             None => Sync::Flat,
@@ -360,6 +360,22 @@ fn check_program(plan: &Plan, program: &Program) -> Result<(), String> {
     let rounds = instrs().any(|instr| matches!(instr, Instr::Cast { .. }));
     let several = plan.dp * plan.cp > 1;
     let wanted = plan.wire.dtype().is_some() && several;
+    let compressed = |stage: &StageProgram, instr: &Instr| match (instr, plan.wire.kept()) {
+        (Instr::Compress { src, dst, .. }, Some(share)) => match (&stage.buffers[*src], &stage.buffers[*dst].content) {
+            (grads, Content::Wire { kept: Some(kept), .. }) => Some(share.of(grads.bytes / grads.dtype.size()) == *kept),
+            _ => Some(false),
+        },
+        (Instr::Compress { .. }, None) => Some(false),
+        _ => None,
+    };
+    let compressed: Vec<bool> = program
+        .stages
+        .iter()
+        .flat_map(|s| s.segments.values().flat_map(|g| &g.body).filter_map(|issue| compressed(s, &issue.instr)).collect::<Vec<_>>())
+        .collect();
+    if compressed.contains(&false) || compressed.is_empty() == (plan.wire.kept().is_some() && several) {
+        return Err(format!("gradients are not compressed as the plan's `wire` says: {}", plan.wire.name()));
+    }
     if rounds != wanted {
         return Err(format!("gradients are {}rounded for exchanges, the plan's `wire` is {}", if rounds { "" } else { "not " }, plan.wire.name()));
     }
@@ -367,7 +383,7 @@ fn check_program(plan: &Plan, program: &Program) -> Result<(), String> {
     let serves =
         |stage: &StageProgram, instr: &Instr| matches!(*instr, Instr::Collective { pattern: Pattern::AllToAll, src, .. } if is_flat(stage, src));
     let body = |stage: &StageProgram| stage.segments.values().flat_map(|s| &s.body).any(|issue| serves(stage, &issue.instr));
-    if program.stages.iter().any(body) != (plan.sync == Sync::Server && several && plan.wire.dtype().is_none()) {
+    if program.stages.iter().any(body) != (plan.sync == Sync::Server && several && !plan.wire.is_lossy()) {
         return Err(format!("gradients do not get to their sum as the plan's `sync` says: {}", plan.sync.name()));
     }
     Ok(())

@@ -30,6 +30,8 @@ impl Instr {
                 on(*src, Access::Read);
                 on(*dst, Access::Write);
             }
+            // What is used up may be written by nobody else meanwhile, nor read after it.
+            Instr::Compress { src, residual, dst } => [src, residual, dst].into_iter().for_each(|&b| on(b, Access::Write)),
             Instr::Join { left, right, dst, .. } => {
                 left.iter().chain(right).for_each(|&b| on(b, Access::Read));
                 dst.iter().for_each(|&b| on(b, Access::Write));

@@ -176,34 +176,84 @@ pub struct States {
     pub offload: Offload,
 }
 
-/// The element type in which data-parallel ranks exchange gradients.
+/// In what data-parallel ranks exchange gradients.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub enum Wire {
-    /// The one that they are added up in: nothing is rounded on the way.
+    /// The type that they are added up in: nothing is lost on the way.
     #[default]
     Full,
     /// What each rank has added up is rounded to bf16 for each exchange: of a step at ZeRO 0 and 1, of a micro-batch above; the sum over the ranks is of the accumulator's type again. It changes numbers, so
     /// plans have it where it is asked for and nowhere else.
     Bf16,
+    /// Of what each rank has added up in a step, and what it has left over from the steps before, the largest elements alone; the rest is left over for the next step
+    /// (error feedback, arXiv:1809.07599). Asked for as above, at ZeRO 0 and 1.
+    TopK(Share),
 }
 
 impl Wire {
-    pub const ALL: [Wire; 2] = [Wire::Full, Wire::Bf16];
-    pub fn name(self) -> &'static str {
+    /// `full`, `bf16`, `topk:0.01`.
+    pub fn name(self) -> String {
         match self {
-            Wire::Full => "full",
-            Wire::Bf16 => "bf16",
+            Wire::Full => "full".into(),
+            Wire::Bf16 => "bf16".into(),
+            Wire::TopK(share) => format!("topk:{share}"),
         }
     }
     pub fn from_name(name: &str) -> Option<Wire> {
-        Wire::ALL.into_iter().find(|w| w.name() == name)
+        match name {
+            "full" => Some(Wire::Full),
+            "bf16" => Some(Wire::Bf16),
+            _ => name.strip_prefix("topk:").and_then(Share::from_name).map(Wire::TopK),
+        }
     }
     /// What gradients are rounded to, if they are.
     pub fn dtype(self) -> Option<DType> {
         match self {
-            Wire::Full => None,
+            Wire::Full | Wire::TopK(_) => None,
             Wire::Bf16 => Some(DType::Bf16),
         }
+    }
+    /// Of which share of the elements ranks hear in each exchange, if not of all.
+    pub fn kept(self) -> Option<Share> {
+        match self {
+            Wire::Full | Wire::Bf16 => None,
+            Wire::TopK(share) => Some(share),
+        }
+    }
+    /// Whether a plan computes other numbers for it.
+    pub fn is_lossy(self) -> bool {
+        self != Wire::Full
+    }
+}
+
+/// A share of some elements: more than none, at most all, in millionths.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct Share(u32);
+
+impl Share {
+    const ALL: u32 = 1_000_000;
+
+    /// `0.01`: digits with at most six behind the point, greater than 0, at most 1.
+    pub fn from_name(name: &str) -> Option<Share> {
+        let (whole, part) = name.split_once('.').unwrap_or((name, "0"));
+        let is_number = |digits: &str, most: usize| (1..=most).contains(&digits.len()) && digits.bytes().all(|b| b.is_ascii_digit());
+        if !is_number(whole, 1) || !is_number(part, 6) {
+            return None;
+        }
+        let millionths = whole.parse::<u32>().ok()? * Share::ALL + format!("{part:0<6}").parse::<u32>().ok()?;
+        (1..=Share::ALL).contains(&millionths).then_some(Share(millionths))
+    }
+
+    /// How many of so many elements it is, rounded up.
+    pub fn of(self, elems: u64) -> u64 {
+        (u128::from(elems) * u128::from(self.0)).div_ceil(u128::from(Share::ALL)) as u64
+    }
+}
+
+impl std::fmt::Display for Share {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let digits = format!("{}.{:06}", self.0 / Share::ALL, self.0 % Share::ALL);
+        f.write_str(digits.trim_end_matches('0').trim_end_matches('.'))
     }
 }
 
@@ -403,6 +453,19 @@ mod tests {
         assert_eq!(names.len(), 21);
         assert_eq!((&names[0][..], &names[7][..], &names[16][..]), ("none", "activations", "optimizer:nvme/activations:nvme"));
         assert!(Away::all().eq(names.iter().filter_map(|name| Away::from_name(name))));
+    }
+
+    #[test]
+    fn shares_print_as_they_are_read_and_are_more_than_none_and_at_most_all() {
+        for (text, elems, kept) in [("0.1", 1000, 100), ("0.01", 128, 2), ("1", 77, 77), ("0.000001", 1, 1), ("0.25", 1 << 56, 1 << 54)] {
+            let wire = Wire::from_name(&format!("topk:{text}")).unwrap();
+            assert_eq!(wire.name(), format!("topk:{text}"));
+            assert_eq!(wire.kept().map(|share| share.of(elems)), Some(kept));
+        }
+        assert_eq!(Wire::from_name("topk:0.50").map(Wire::name).as_deref(), Some("topk:0.5"));
+        for wrong in ["topk", "topk:", "topk:0", "topk:0.0", "topk:1.1", "topk:2", "topk:-0.1", "topk:.5", "topk:0.", "topk:0.0000001", "topk:1e-3"] {
+            assert_eq!(Wire::from_name(wrong), None, "{wrong}");
+        }
     }
 
     #[test]

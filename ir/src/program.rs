@@ -36,6 +36,16 @@
 //! sum_shares     gradients piece axes ← Σ wire from axes            in group order, in the type of gradients
 //! all_gather     gradients ← gradients piece axes                   only where every rank wants all of it
 //! ```
+//!
+//! Of which only the largest elements travel, in three. What does not travel is not lost: it is in the bucket's *residual*, which a rank has for itself alone and
+//! keeps from step to step, and counts in the next exchange. Pairs are so many values and then their places in the bucket, each as long as one element:
+//!
+//! ```text
+//! compress       wire keeping k ← the k largest of gradients + residual, by magnitude, of equal ones the first
+//!                residual ← gradients + residual, 0 where it travels        and the gradients are used up
+//! all_gather     wire from axes keeping k ← wire keeping k                  every member's pairs
+//! sum_shares     gradients, or this rank's piece ← Σ wire from axes         0 where nobody's pairs are
+//! ```
 
 pub use crate::bucket::{Bucket, Member};
 use crate::dtype::DType;
@@ -190,10 +200,12 @@ pub enum Role {
     Moment1,
     /// Second moment (Adam's v).
     Moment2,
+    /// What of this rank's gradients has not travelled yet, in the accumulator type; no other rank's is the same.
+    Residual,
 }
 
 impl Role {
-    pub const ALL: [Role; 5] = [Role::Param, Role::Master, Role::Grad, Role::Moment1, Role::Moment2];
+    pub const ALL: [Role; 6] = [Role::Param, Role::Master, Role::Grad, Role::Moment1, Role::Moment2, Role::Residual];
     pub fn name(self) -> &'static str {
         match self {
             Role::Param => "param",
@@ -201,6 +213,7 @@ impl Role {
             Role::Grad => "grad",
             Role::Moment1 => "moment1",
             Role::Moment2 => "moment2",
+            Role::Residual => "residual",
         }
     }
     pub fn from_name(name: &str) -> Option<Role> {
@@ -260,9 +273,11 @@ pub enum Content {
         bucket: BucketId,
     },
     /// Gradients of a bucket on the wire, as they are or rounded to a shorter type: those of this rank, or (of every member along `from`, in group order) the piece that is this rank's.
+    /// Where only so many are `kept`, pairs of value and place: those of this rank, or of every member along `from`, in group order, for all of the bucket.
     Wire {
         bucket: BucketId,
         from: AxisSet,
+        kept: Option<u64>,
     },
     /// What a layer keeps of the current micro-batch: values side by side, of which each has a buffer of its own that says what it is. Copies take the bytes along.
     Frame,
@@ -474,7 +489,14 @@ pub enum Instr {
         src: BufferId,
         dst: BufferId,
     },
-    /// dst ← Σ over the members that `src` has shares of, in group order, starting from the first, in the type of `dst`: a piece of gradients.
+    /// dst ← the largest elements of src + residual, as many as it keeps, as pairs in the order of their places; residual ← src + residual, 0 at these places.
+    /// The gradients in `src` are used up by it: its bytes stand for nothing behind it.
+    Compress {
+        src: BufferId,
+        residual: BufferId,
+        dst: BufferId,
+    },
+    /// dst ← Σ over the members that `src` has shares of, in group order, starting from the first, in the type of `dst`: a piece of gradients, or of pairs all of them.
     SumShares {
         src: BufferId,
         dst: BufferId,

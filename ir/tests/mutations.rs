@@ -333,6 +333,7 @@ fn wrong_sums_of_trust_ratios_are_noticed() {
                     | Instr::AddInto { .. }
                     | Instr::Join { .. }
                     | Instr::Cast { .. }
+                    | Instr::Compress { .. }
                     | Instr::SumShares { .. }
                     | Instr::SquareSum { .. }
                     | Instr::ClipScale { .. }

@@ -6,7 +6,7 @@
 //! host, file = Σ_buckets offloaded state(zero) + Σ_layers frames · offloaded frame
 //! ```
 //! over the layers of all virtual stages of the stage; `frames`, `held` and `versions` are those of a layer's virtual stage ([`Slots`]).
-//! - *state*: parameters, master copy (16-bit compute types only), gradients, moments, and LAMB's two sums for each parameter; each but those whole or one piece for each rank along data axes that do not shard the parameter, by ZeRO stage;
+//! - *state*: parameters, master copy (16-bit compute types only), gradients, moments, the residual of compressed gradients (whole, on the device), and LAMB's two sums for each parameter; each but those whole or one piece for each rank along data axes that do not shard the parameter, by ZeRO stage;
 //!   what is offloaded (master copy and moments; also gradients; also parameters) is in the memory of the host or in a file instead;
 //! - *version* of a layer whose backward pass reads its parameters: these, put by for a micro-batch in flight, where each micro-batch has an update of its own; among the states;
 //! - *frame* of a layer: its input and everything its backward pass reads (with full recompute: its input alone), one per micro-batch in flight; one that is offloaded
@@ -16,7 +16,7 @@
 //!   to one of eight sizes in an octave ([`workspace_region`]), so that a search has few sizes to tell apart;
 //! - *ring*: two turns of gathered parameters (ZeRO 3) and of gradients before they are scattered (ZeRO 2 and 3), so that the next layer's gather
 //!   and the last layer's scatter overlap this layer's compute; the same of parameters and gradients that are offloaded, and of offloaded frames (in sizes as a
-//!   workspace's); where gradients are rounded for the exchange, what goes out and what comes, where they are pushed to servers, what comes, whatever the ZeRO stage; in the update, two turns of a bucket's offloaded
+//!   workspace's); where gradients are rounded or compressed for the exchange, what goes out and what comes, where they are pushed to servers, what comes, whatever the ZeRO stage; in the update, two turns of a bucket's offloaded
 //!   states, so that copies in and out overlap it;
 //! - *boundary*: cotangents handed from layer to layer, and send and receive buffers between stages.
 //!
@@ -104,7 +104,7 @@ impl StateTypes {
     pub fn dtype(&self, role: Role) -> DType {
         match role {
             Role::Param => self.compute,
-            Role::Master | Role::Grad | Role::Moment1 | Role::Moment2 => self.compute.accumulator(),
+            Role::Master | Role::Grad | Role::Moment1 | Role::Moment2 | Role::Residual => self.compute.accumulator(),
         }
     }
     /// The flat buffers of every bucket.
@@ -114,6 +114,12 @@ impl StateTypes {
             roles.push(Role::Master);
         }
         roles.extend([Role::Grad, Role::Moment1, Role::Moment2].into_iter().take(1 + self.optimizer.moments()));
+        roles
+    }
+    /// These, and of a bucket that so many share what else it has for its exchange.
+    pub fn roles_shared(&self, ways: u64) -> Vec<Role> {
+        let mut roles = self.roles();
+        roles.extend((ways > 1 && self.wire.kept().is_some()).then_some(Role::Residual));
         roles
     }
     /// The buffer the optimizer updates.
@@ -128,12 +134,15 @@ pub fn in_pieces(role: Role, zero: Zero) -> bool {
         Role::Master | Role::Moment1 | Role::Moment2 => zero.0 >= 1,
         Role::Grad => zero.0 >= 2,
         Role::Param => zero.0 >= 3,
+        Role::Residual => false,
     }
 }
 
 /// Where a role lives, if not in the device's memory.
 pub fn away(role: Role, offload: Offload) -> Option<Store> {
     match (offload, role) {
+        // Exchanges work on it.
+        (_, Role::Residual) => None,
         (Offload::None, _) | (Offload::Optimizer(_), Role::Param | Role::Grad) | (Offload::Gradients(_), Role::Param) => None,
         (Offload::Optimizer(store), Role::Master | Role::Moment1 | Role::Moment2) => Some(store),
         (Offload::Gradients(store), Role::Master | Role::Grad | Role::Moment1 | Role::Moment2) | (Offload::Parameters(store), _) => Some(store),
@@ -165,7 +174,7 @@ pub fn trust_bytes(members: u64, types: StateTypes) -> u64 {
 pub fn state_bytes(bucket: &BucketSize, mesh: &Mesh, states: States, types: StateTypes) -> PerSpace {
     let (elems, ways) = (bucket.elems, bucket.ways(mesh));
     let mut bytes = PerSpace::default();
-    for role in types.roles() {
+    for role in types.roles_shared(ways) {
         let space = space(role, states.offload);
         bytes[space as usize] += space.align(role_bytes(role, elems, ways, states.zero, types));
     }
@@ -173,24 +182,43 @@ pub fn state_bytes(bucket: &BucketSize, mesh: &Mesh, states: States, types: Stat
     bytes
 }
 
-/// A bucket's gradients as ranks exchange them, where each sends every other its piece.
+/// A bucket's gradients as ranks exchange them, where each sends every other its piece or its pairs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct OnWire {
     pub dtype: DType,
-    /// Of all pieces.
-    pub bytes: u64,
-    /// Whether they are not sent from where they are added up.
-    pub is_rounded: bool,
+    /// Of what goes out; 0 where it is sent from where it is added up.
+    pub own: u64,
+    /// Of what comes, this rank's own included.
+    pub shares: u64,
+    /// How many elements travel, of those that are not all.
+    pub kept: Option<u64>,
 }
 
-/// How gradients are exchanged where they are rounded for it or pushed to servers, and go anywhere.
+/// How often the bytes of gradients are read or written to find the largest: gradients and what is left over are read, their sum is written, looked through three
+/// times (in f32, for its 31 bits), and read once more.
+pub const LOOKS: u64 = 7;
+
+/// How gradients are exchanged where they are rounded or compressed for it or pushed to servers, and go anywhere.
 pub fn on_wire(elems: u64, ways: u64, types: StateTypes) -> Option<OnWire> {
-    let (dtype, is_rounded) = match (types.wire.dtype(), types.sync) {
-        (Some(dtype), _) => (dtype, true),
-        (None, Sync::Server) => (types.dtype(Role::Grad), false),
-        (None, Sync::Flat | Sync::Hierarchical { .. } | Sync::Tree) => return None,
+    let elems = bucket_elems(elems, ways);
+    let wire = match (types.wire, types.sync) {
+        (Wire::Bf16, _) => {
+            let bytes = elems * DType::Bf16.size();
+            OnWire { dtype: DType::Bf16, own: bytes, shares: bytes, kept: None }
+        }
+        (Wire::TopK(share), _) => {
+            let (dtype, kept) = (types.dtype(Role::Grad), share.of(elems));
+            // A value and its place.
+            let own = 2 * kept * dtype.size();
+            OnWire { dtype, own, shares: ways * own, kept: Some(kept) }
+        }
+        (Wire::Full, Sync::Server) => {
+            let dtype = types.dtype(Role::Grad);
+            OnWire { dtype, own: 0, shares: elems * dtype.size(), kept: None }
+        }
+        (Wire::Full, Sync::Flat | Sync::Hierarchical { .. } | Sync::Tree) => return None,
     };
-    (ways > 1).then(|| OnWire { dtype, bytes: bucket_elems(elems, ways) * dtype.size(), is_rounded })
+    (ways > 1).then_some(wire)
 }
 
 /// Bytes of one turn of the ring that the update has a bucket's offloaded states in.
@@ -224,7 +252,7 @@ pub fn turn(layer: &LayerBytes, mesh: &Mesh, states: States, types: StateTypes) 
         let is_shared = |role| ways > 1 && in_pieces(role, states.zero);
         let whole = |role| align(bucket_elems(elems, ways) * types.dtype(role).size());
         let added = if is_away(Role::Grad) && is_shared(Role::Grad) { align(role_bytes(Role::Grad, elems, ways, states.zero, types)) } else { 0 };
-        let wire = on_wire(elems, ways, types).map_or(0, |wire| (1 + u64::from(wire.is_rounded)) * align(wire.bytes));
+        let wire = on_wire(elems, ways, types).map_or(0, |wire| align(wire.own) + align(wire.shares));
         [Role::Param, Role::Grad].into_iter().filter(|&r| is_away(r) || is_shared(r)).map(whole).sum::<u64>() + added + wire
     };
     let staged = layer.buckets.iter().map(|b| staged_bytes(b.elems, b.ways(mesh), states, types)).max();

@@ -53,7 +53,9 @@
 //! A parameter tied over several layers is synchronised and updated once in a stage. If its homes are on several stages, its gradient is summed over these
 //! when all passes are done, beside nothing (at ZeRO 0 the whole sum is done then).
 
-use crate::memory::{BucketSize, LayerBytes, StateTypes, Turn, away, bucket_elems, in_pieces, on_wire, role_bytes, state_bytes, trust_bytes, turn};
+use crate::memory::{
+    BucketSize, LOOKS, LayerBytes, StateTypes, Turn, away, bucket_elems, in_pieces, on_wire, role_bytes, state_bytes, trust_bytes, turn,
+};
 use crate::placement::Site;
 use crate::prices::Links;
 use crate::units::Nanos;
@@ -379,18 +381,23 @@ impl Terms<'_> {
                 let rest = over(bucket.partial, Pattern::AllReduce, kept);
                 let scatter = match wire {
                     None => self.stepped(&steps, Pattern::ReduceScatter, grads),
-                    Some(wire) if wire.is_rounded => over(data, Pattern::AllToAll, wire.bytes),
+                    Some(wire) if wire.kept.is_some() => over(data, Pattern::AllGather, wire.shares),
+                    Some(wire) if wire.own > 0 => over(data, Pattern::AllToAll, wire.shares),
                     // Nothing is added up on the way, so it is no quicker than where something is.
-                    Some(wire) => over(data, Pattern::AllToAll, wire.bytes).max(over(data, Pattern::ReduceScatter, wire.bytes)),
+                    Some(wire) => over(data, Pattern::AllToAll, wire.shares).max(over(data, Pattern::ReduceScatter, wire.shares)),
                 };
-                let back = if zero.0 == 0 { over(data, Pattern::AllGather, grads) } else { 0 };
+                let back = if zero.0 == 0 && wire.is_some_and(|wire| wire.kept.is_none()) { over(data, Pattern::AllGather, grads) } else { 0 };
                 (scatter + back, rest, over_stages(AxisSet::EMPTY, kept))
             }
         };
         let sweep = |bytes| self.links.sweep(self.site, bytes).0;
         let (add, clear) = if zero.0 >= 2 { (sweep(3 * kept), kept) } else { (0, grads) };
-        // Gradients are read and rounded, if they are; shares are read and a piece is written.
-        let rounding = wire.map_or(0, |wire| if wire.is_rounded { sweep(grads + wire.bytes) } else { 0 } + sweep(wire.bytes + grads / ways));
+        // Gradients are read and rounded, if they are; shares are read and a piece is written, or of pairs at ZeRO 0 all.
+        let rounding = wire.map_or(0, |wire| match wire.kept {
+            Some(_) => sweep(LOOKS * grads + wire.own) + sweep(wire.shares + if zero.0 == 0 { grads } else { grads / ways }),
+            None if wire.own > 0 => sweep(grads + wire.own) + sweep(wire.shares + grads / ways),
+            None => sweep(wire.shares + grads / ways),
+        });
         Traffic {
             gather: sum.gather + self.stepped(&steps, Pattern::AllGather, bytes(Role::Param)),
             reduce: sum.reduce + reduce,
@@ -443,6 +450,7 @@ impl Terms<'_> {
         let times = |role: Role| match role {
             Role::Param if self.types.master() != Role::Param => 1,
             Role::Param | Role::Master | Role::Moment1 | Role::Moment2 => 2,
+            Role::Residual => 0,
             Role::Grad => 2 + u64::from(self.clip == Clip::GlobalNorm) + if is_late { 2 } else { 0 },
         };
         self.types.roles().into_iter().map(|role| times(role) * self.carried(bucket, states, role)).sum()
@@ -472,6 +480,7 @@ impl Terms<'_> {
                 Role::Grad => reads * size(role),
                 Role::Param if self.types.master() != Role::Param => size(role),
                 Role::Param | Role::Master | Role::Moment1 | Role::Moment2 => 2 * size(role),
+                Role::Residual => 0,
             })
             .sum()
     }
@@ -490,7 +499,7 @@ mod tests {
     use dplan_ir::dtype::DType;
     use dplan_ir::mesh::Degrees;
     use dplan_ir::optimizer::Optimizer;
-    use dplan_ir::plan::{Offload, Wire};
+    use dplan_ir::plan::{Offload, Share, Wire};
     use dplan_ir::splitmix;
     use dplan_ir::sync::Sync;
 
@@ -498,6 +507,7 @@ mod tests {
     #[test]
     fn no_layer_is_quicker_than_its_least_time_and_where_one_pass_has_traffic_one_is_as_quick() {
         let (mut random, mut tight) = (11, 0);
+        let tenth = Share::from_name("0.1").unwrap();
         for (text, degrees) in [("h100:8x2", (4, 2)), ("cpu:4", (4, 1)), ("a100-80g:8x4", (16, 2)), ("h100:8x1", (1, 8))] {
             let cluster = Cluster::parse(text).unwrap();
             for round in 0..40 {
@@ -510,7 +520,7 @@ mod tests {
                 let types = StateTypes {
                     compute: if round % 3 == 0 { DType::F32 } else { DType::Bf16 },
                     optimizer: Optimizer::AdamW,
-                    wire: Wire::ALL[round as usize % 7 / 6],
+                    wire: [Wire::Full, Wire::Full, Wire::Full, Wire::Full, Wire::Full, Wire::TopK(tenth), Wire::Bf16][round as usize % 7],
                     sync,
                 };
                 let pipeline = Pipeline { schedule: Schedule::OneFOneB, stages: 2, virtual_stages: 1, micro_batches: 4 };

@@ -3,6 +3,7 @@
 //! `key=value,…`; values of one key joined by `+` are all allowed; `zero`, `offload` and `recompute` may be for a range of layers, and then rule there alone.
 
 use crate::machine::nearest;
+use crate::problem::MOST_COMPRESSED;
 use dplan_ir::mesh::Keys;
 use dplan_ir::nest::Nest;
 use dplan_ir::plan::{Away, Plan, Recompute, Schedule, Wire, Zero};
@@ -27,6 +28,10 @@ pub enum PinError {
     Twice { first: String, second: String },
     #[error("pin `{pin}`: layer {last} is out of range; the model has layers 0 to {most}")]
     Layers { pin: String, last: u32, most: u32 },
+    #[error(
+        "pin `wire={wire}`: what is left over of compressed gradients counts in one exchange a step, so ZeRO 0 or 1, which pins rule out for layer {layer}"
+    )]
+    Compressed { wire: String, layer: u32 },
 }
 
 const KEYS: [&str; 18] = [
@@ -156,7 +161,7 @@ impl Pins {
             if this == usual { Allowed::ANY } else { Allowed::only(vec![this, usual]) }
         }
         Pins {
-            wire: plan.wire.dtype().map(|_| plan.wire),
+            wire: plan.wire.is_lossy().then_some(plan.wire),
             keys: kept(plan.keys, Keys::Gathered),
             sync: kept(Asked::This(plan.sync), Asked::This(Sync::Flat)),
             nest: kept(plan.nest, Nest::default()),
@@ -253,7 +258,7 @@ impl Pins {
                         return Err(PinError::Value {
                             pin: pin.into(),
                             value: values.into(),
-                            expected: "one of `full` and `bf16`: they differ in what is computed",
+                            expected: "one of `full`, `bf16` and `topk:F`: they differ in what is computed",
                         });
                     }
                 },
@@ -274,7 +279,7 @@ impl Pins {
     /// Checks ranges against the number of layers.
     ///
     /// # Errors
-    /// The first range that ends behind the last layer.
+    /// The first range that ends behind the last layer; a way of exchange that no ZeRO stage left for a layer goes with.
     pub fn check_layers(&self, layers: u32) -> Result<(), PinError> {
         let zero = self.zero.ranges.iter().map(|(a, b, _)| ("zero", *a, *b));
         let offload = self.offload.ranges.iter().map(|(a, b, _)| ("offload", *a, *b));
@@ -282,6 +287,11 @@ impl Pins {
         match zero.chain(offload).chain(recompute).find(|&(_, _, last)| last >= layers) {
             Some((key, first, last)) => Err(PinError::Layers { pin: format!("{key}@{first}-{last}"), last, most: layers.saturating_sub(1) }),
             None => Ok(()),
+        }?;
+        let is_left = |layer: u32| (0..=MOST_COMPRESSED).any(|z| self.zero.allows(layer, &Zero(z)));
+        match (self.wire.filter(|wire| wire.kept().is_some()), (0..layers).find(|&layer| !is_left(layer))) {
+            (Some(wire), Some(layer)) => Err(PinError::Compressed { wire: wire.name(), layer }),
+            (None, _) | (_, None) => Ok(()),
         }
     }
 
@@ -419,7 +429,7 @@ fn keys(value: &str) -> Option<Parsed<Keys>> {
 }
 
 fn wire(value: &str) -> Option<Parsed<Wire>> {
-    Some(Wire::from_name(value).ok_or("`full` or `bf16`"))
+    Some(Wire::from_name(value).ok_or("`full`, `bf16`, or `topk:F` with a share F of the elements such as 0.01 (at most 1, at most six digits)"))
 }
 
 fn sync(value: &str) -> Option<Parsed<Asked>> {
@@ -462,6 +472,7 @@ mod tests {
             "schedule=pipedream",
             "zero=0+1,zero@0-11=3,offload=none+optimizer:nvme/activations,offload@2-3=optimizer+activations:nvme,recompute=none,recompute@4-4=selective+full",
             "micro=2,wire=bf16",
+            "zero=0+1,wire=topk:0.01",
             "sync=flat+hierarchical+hierarchical:2+tree+server,map=dp.ep.cp.tp+ep.cp.tp.dp",
         ] {
             assert_eq!(Pins::parse(text).unwrap().to_string(), text);
@@ -495,7 +506,8 @@ mod tests {
             ("schedule=fast", "gpipe, 1f1b, interleaved, zb-h1, zb-v"),
             ("recompute=some", "`none`, `selective` or `full`"),
             ("sp=maybe", "`on` or `off`"),
-            ("wire=fp8", "`full` or `bf16`"),
+            ("wire=fp8", "`full`, `bf16`, or `topk:F`"),
+            ("wire=topk:0", "such as 0.01"),
             ("wire=full+bf16", "differ in what is computed"),
             ("sync=star", "`hierarchical` (by nodes)"),
             ("sync=hierarchical:1", "`hierarchical:2` (in two parts)"),
@@ -506,5 +518,8 @@ mod tests {
         }
         let error = Pins::parse("zero@0-12=3").unwrap().check_layers(12).unwrap_err().to_string();
         assert!(error.contains("layers 0 to 11"), "{error}");
+        let error = Pins::parse("zero@2-3=2+3,wire=topk:0.1").unwrap().check_layers(12).unwrap_err().to_string();
+        assert!(error.contains("ZeRO 0 or 1") && error.contains("layer 2"), "{error}");
+        assert!(Pins::parse("zero=1+3,wire=topk:0.1").unwrap().check_layers(12).is_ok());
     }
 }

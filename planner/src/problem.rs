@@ -34,6 +34,9 @@ impl Kind {
     }
 }
 
+/// The highest ZeRO stage at which gradients are exchanged once a step, as compressed ones are.
+pub const MOST_COMPRESSED: u8 = 1;
+
 #[derive(Clone, PartialEq, Debug)]
 pub struct Problem {
     pub devices: u64,
@@ -71,9 +74,10 @@ impl Problem {
             Updates::Step => clip,
             Updates::MicroBatch => Clip::None,
         };
+        let most = if types.wire.kept().is_some() { MOST_COMPRESSED } else { 3 };
         let mut kinds: Vec<Kind> = Vec::new();
         let layers = prices.classes().iter().zip(0..).map(|(&class, layer)| {
-            let zero = (0..=3).map(Zero).filter(|z| pins.zero.allows(layer, z)).collect();
+            let zero = (0..=3).map(Zero).filter(|z| pins.zero.allows(layer, z) && z.0 <= most).collect();
             let recompute = Recompute::ALL.into_iter().filter(|r| pins.recompute.allows(layer, r)).collect();
             let away = searched(&pins).into_iter().filter(|a| pins.offload.allows(layer, a)).collect();
             let kind = Kind { class, zero, away, recompute };

@@ -224,6 +224,9 @@ pub fn choice(file: &PlanFile) -> String {
     if let Some(dtype) = plan.wire.dtype() {
         let _ = writeln!(out, "wire        gradients are rounded to {dtype} for their exchange");
     }
+    if let Some(share) = plan.wire.kept() {
+        let _ = writeln!(out, "wire        the largest {share} of the gradients' elements are exchanged, the rest is left over for the next step");
+    }
     let mesh = plan.mesh();
     let steps = plan.sync.steps(&mesh, mesh.data());
     if steps.len() > 1 {

@@ -104,7 +104,7 @@ fn certify(file: &PlanFile, path: PathBuf) -> Result<Certified> {
         faults.push(format!("the plan is for {} sequences on {} devices, not {batch} on {}", plan.batch(), plan.devices(), cluster.devices()));
     }
     if plan.wire != certificate.pins.wire.unwrap_or_default() {
-        faults.push(format!("the plan exchanges gradients in another type ({}) than the certificate is about", plan.wire.name()));
+        faults.push(format!("the plan exchanges gradients in another way ({}) than the certificate is about", plan.wire.name()));
     }
     let request = Request {
         graph: &file.graph,

@@ -49,6 +49,7 @@ pub fn label(graph: &Graph, program: &Program, stage: usize, instr: &Instr) -> S
         Instr::Zero { .. } => compute("zero"),
         Instr::AddInto { .. } => compute("add"),
         Instr::Cast { .. } => compute("cast"),
+        Instr::Compress { .. } => compute("compress"),
         Instr::SumShares { .. } => compute("sum_shares"),
         Instr::Join { .. } => compute("join"),
         Instr::SquareSum { .. } => compute("square_sum"),
@@ -87,6 +88,7 @@ pub fn moved_bytes(program: &Program, stage: usize, instr: &Instr) -> Option<u64
         | Instr::Zero { .. }
         | Instr::AddInto { .. }
         | Instr::Cast { .. }
+        | Instr::Compress { .. }
         | Instr::SumShares { .. }
         | Instr::Join { .. }
         | Instr::SquareSum { .. }

@@ -227,6 +227,8 @@ fn work(plan: &PlanFile, stage: usize, instr: &Instr, cluster: &Cluster) -> Opti
         Instr::AddInto { src, dst } => sweep(&[*src, *dst, *dst]),
         Instr::Join { left, right, dst, .. } => sweep(&[&left[..], right, dst].concat()),
         Instr::Cast { src, dst } | Instr::SumShares { src, dst } => sweep(&[*src, *dst]),
+        // As it is priced: read and written together, looked through, and read once more.
+        Instr::Compress { src, dst, .. } => sweep(&[&[*src; dplan_planner::memory::LOOKS as usize][..], &[*dst]].concat()),
         Instr::SquareSum { src, .. } => sweep(&[*src]),
         Instr::TrustSums { state, grad, moments, .. } => sweep(&moments.iter().chain([state, grad]).copied().collect::<Vec<_>>()),
         Instr::Update { state, grad, moments, param, .. } => {

@@ -85,6 +85,7 @@ fn instruction(graph: &Graph, program: &Program, (rank, stage): (usize, usize), 
         | Instr::Zero { .. }
         | Instr::AddInto { .. }
         | Instr::Cast { .. }
+        | Instr::Compress { .. }
         | Instr::SumShares { .. }
         | Instr::Join { .. }
         | Instr::SquareSum { .. }

@@ -207,12 +207,12 @@ pub fn batches(case: &Case, graph: &Graph, step: u64) -> Vec<Vec<Tensor>> {
     (0..case.micro_batches).map(|_| inputs(graph, case.model.vocab, &mut dice)).collect()
 }
 
-/// The reference: one device, or where gradients are rounded for their exchange, one that rounds each rank's part of them.
+/// The reference: one device, or where gradients are rounded or compressed for their exchange, one that does that to each rank's part of them.
 fn on_one_device(case: &Case, graph: &Graph) -> Result<Trained, Fault> {
     let plan = case.plan(graph);
-    let rounding = match case.wire.dtype() {
-        Some(_) => Some(Rounding::new(graph, &plan).map_err(|e| Fault::Refused(e.to_string()))?),
-        None => None,
+    let mut rounding = match case.wire.is_lossy() {
+        true => Some(Rounding::new(graph, &plan).map_err(|e| Fault::Refused(e.to_string()))?),
+        false => None,
     };
     let lag = lag(graph, &plan);
     let mut state = TrainState::new(init::params(graph, INIT), case.optimizer);
@@ -222,7 +222,7 @@ fn on_one_device(case: &Case, graph: &Graph) -> Result<Trained, Fault> {
         let at = StepScalars { loss_scale: 1.0, ..scalars(case, graph, step) };
         let batches = batches(case, graph, step);
         let window = Window { scalars: &at, optimizer: case.optimizer, groups: case.decay, lag: &lag };
-        let report = match (&rounding, case.schedule.updates()) {
+        let report = match (&mut rounding, case.schedule.updates()) {
             (None, Updates::MicroBatch) => train_window(graph, &mut state, &batches, &window),
             (Some(rounding), Updates::MicroBatch) => {
                 window_step(graph, &mut state, &batches, &window, |params, inputs, own| rounding.step(params, &[inputs.to_vec()], own))

@@ -13,7 +13,7 @@ use dplan_planner::drawn::{Boundary, Case, Dice, Ffn, Sight, Split, Way};
 pub type Dimension = (&'static str, fn(&Case) -> bool);
 
 /// Everything that a case can have. Something that needs several ranks to mean anything is only counted where there are several.
-pub const DIMENSIONS: [Dimension; 78] = [
+pub const DIMENSIONS: [Dimension; 79] = [
     ("gated", |c| c.model.ffn == Ffn::Gated),
     ("plain", |c| c.model.ffn == Ffn::Plain),
     ("experts", |c| c.model.ffn == Ffn::Experts),
@@ -83,6 +83,7 @@ pub const DIMENSIONS: [Dimension; 78] = [
     ("lamb", |c| c.optimizer == Optimizer::Lamb),
     ("clip", |c| c.clip == Clip::GlobalNorm),
     ("wire bf16", |c| c.wire == Wire::Bf16 && shares(c)),
+    ("wire topk", |c| c.wire.kept().is_some() && shares(c)),
     ("hierarchical sums", |c| matches!(c.sync, Sync::Hierarchical { .. }) && steps(c) > 1),
     ("tree of sums", |c| c.sync == Sync::Tree && steps(c) > 1),
     ("servers", |c| c.sync == Sync::Server && shares(c)),

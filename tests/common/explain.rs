@@ -67,6 +67,7 @@ pub fn explain(program: &Program, code: &Code, log: &[Call]) -> Result<(), Strin
                 | Instr::AddInto { .. }
                 | Instr::Join { .. }
                 | Instr::Cast { .. }
+                | Instr::Compress { .. }
                 | Instr::SumShares { .. }
                 | Instr::ClipScale { .. }
                 | Instr::TrustSums { .. }

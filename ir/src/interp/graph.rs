@@ -148,7 +148,7 @@ pub fn window_step(
     state: &mut TrainState,
     micro_batches: &[Vec<Tensor>],
     window: &Window<'_>,
-    gradients: impl Fn(&Table<ParamId, Tensor>, &[Tensor], &StepScalars) -> (f64, Table<ParamId, Tensor>),
+    mut gradients: impl FnMut(&Table<ParamId, Tensor>, &[Tensor], &StepScalars) -> (f64, Table<ParamId, Tensor>),
 ) -> StepReport {
     let &Window { scalars, optimizer, groups, lag } = window;
     let sequences = graph.batch.map_or(0, |d| graph.size(d));

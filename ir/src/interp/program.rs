@@ -339,6 +339,31 @@ impl<'a> ProgramRun<'a> {
                 let data: Vec<f64> = self.read(rank, src, m).into_iter().map(|x| dtype.round(x)).collect();
                 self.write(rank, dst, m, &data);
             }
+            &Instr::Compress { src, residual, dst } => {
+                let mut left = self.read(rank, residual, m);
+                left.iter_mut().zip(self.read(rank, src, m)).for_each(|(left, grad)| *left += grad);
+                let kept = self.cells(rank, dst, m).2 / 2;
+                let pairs = largest(&left, kept);
+                pairs.iter().for_each(|&(at, _)| left[at] = 0.0);
+                let data: Vec<f64> = pairs.iter().map(|p| p.1).chain(pairs.iter().map(|p| p.0 as f64)).collect();
+                self.write(rank, dst, m, &data);
+                self.write(rank, residual, m, &left);
+                self.write(rank, src, m, &vec![f64::NAN; left.len()]);
+            }
+            &Instr::SumShares { src, dst } if let Content::Wire { kept: Some(kept), .. } = self.buffer(rank, src).content => {
+                let (pairs, (_, _, elems)) = (self.read(rank, src, m), self.cells(rank, dst, m));
+                let Content::Flat { pieces, .. } = self.buffer(rank, dst).content else { return };
+                let start = self.program.mesh.position(self.local(rank), pieces) as usize * elems;
+                let mut sum = vec![0.0; elems];
+                for (values, places) in pairs.chunks(2 * kept as usize).map(|of| of.split_at(kept as usize)) {
+                    for (value, &place) in values.iter().zip(places) {
+                        if let Some(at) = (place as usize).checked_sub(start).filter(|&at| at < elems) {
+                            sum[at] += value;
+                        }
+                    }
+                }
+                self.write(rank, dst, m, &sum);
+            }
             &Instr::SumShares { src, dst } => {
                 let (shares, (_, _, elems)) = (self.read(rank, src, m), self.cells(rank, dst, m));
                 let (first, others) = shares.split_at(elems);
@@ -495,6 +520,15 @@ impl<'a> ProgramRun<'a> {
         let sum: Vec<f64> = self.read(rank, id, micro_batch).iter().zip(data).map(|(a, b)| a + b).collect();
         self.write(rank, id, micro_batch, &sum);
     }
+}
+
+/// The so many largest by magnitude, of equal ones the first, with their places and in the order of these. What is no number is larger than all numbers.
+pub fn largest(of: &[f64], count: usize) -> Vec<(usize, f64)> {
+    let mut places: Vec<usize> = (0..of.len()).collect();
+    places.sort_by(|&a, &b| of[b].abs().total_cmp(&of[a].abs()).then(a.cmp(&b)));
+    places.truncate(count);
+    places.sort_unstable();
+    places.into_iter().map(|at| (at, of[at])).collect()
 }
 
 /// What names the communicator of an operation of several ranks, the same for all of them.

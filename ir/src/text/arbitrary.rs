@@ -310,7 +310,7 @@ pub fn sharded(graph: &Graph, size: usize, rng: &mut Rng) -> Sharded {
     Sharded { mesh, padded, forms, body }
 }
 
-const INSTRS: u64 = 18;
+const INSTRS: u64 = 19;
 
 fn instr(kind: u64, graph: &Graph, mesh: &Mesh, rng: &mut Rng) -> Instr {
     let buf = |rng: &mut Rng| BufferId(rng.below(40) as u32);
@@ -352,6 +352,7 @@ fn instr(kind: u64, graph: &Graph, mesh: &Mesh, rng: &mut Rng) -> Instr {
         13 => Instr::TrustSums { state: buf(rng), grad: buf(rng), moments: rng.vec(2, buf), scale: rng.some(buf), dst: buf(rng) },
         14 => Instr::Cast { src: buf(rng), dst: buf(rng) },
         15 => Instr::SumShares { src: buf(rng), dst: buf(rng) },
+        17 => Instr::Compress { src: buf(rng), residual: buf(rng), dst: buf(rng) },
         16 => Instr::Join { monoid: monoid(rng), left: rng.vec(2, buf), right: rng.vec(2, buf), dst: rng.vec(2, buf) },
         11 => Instr::Copy { src: buf(rng), dst: buf(rng) },
         12 => Instr::Record(EventId(rng.below(9) as u32)),
@@ -368,7 +369,7 @@ fn buffer(graph: &Graph, mesh: &Mesh, rng: &mut Rng) -> Buffer {
         2 => Content::Scalar(*rng.pick(&Scalar::ALL)),
         3 => Content::Scratch,
         4 => Content::Trust { bucket },
-        5 => Content::Wire { bucket, from: axes(mesh, rng) },
+        5 => Content::Wire { bucket, from: axes(mesh, rng), kept: rng.some(|r| r.number()) },
         6 => Content::Frame,
         _ => Content::Value { value: ValueId(rng.below(graph.values.len() as u64) as u32), sharding: sharding(mesh, rng) },
     };

@@ -181,7 +181,8 @@ impl Reader<'_> {
         if p.take_word("wire") {
             let bucket = p.id("bucket", "a bucket (`bucket0`)").map(BucketId)?;
             let from = if p.take_word("from") { axes(p, &self.mesh)? } else { AxisSet::EMPTY };
-            return Ok(Content::Wire { bucket, from });
+            let kept = if p.take_word("keeping") { Some(p.integer("how many pairs are kept")?) } else { None };
+            return Ok(Content::Wire { bucket, from, kept });
         }
         if p.take_word("scalar") {
             return named(p, "scalar", Scalar::from_name, &Scalar::ALL.map(Scalar::name)).map(Content::Scalar);
@@ -268,6 +269,13 @@ impl Reader<'_> {
             "cast" => {
                 let (src, dst) = copy(p)?;
                 Instr::Cast { src, dst }
+            }
+            "compress" => {
+                let src = buffer_id(p)?;
+                p.word("with")?;
+                let residual = buffer_id(p)?;
+                p.arrow()?;
+                Instr::Compress { src, residual, dst: buffer_id(p)? }
             }
             "sum_shares" => {
                 let (src, dst) = copy(p)?;

@@ -132,12 +132,13 @@ impl Printer<'_> {
             }
             Content::Scalar(scalar) => self.write(format_args!("scalar {}", scalar.name())),
             Content::Trust { bucket } => self.write(format_args!("trust {bucket}")),
-            Content::Wire { bucket, from } => {
+            Content::Wire { bucket, from, kept } => {
                 self.write(format_args!("wire {bucket}"));
                 if !from.is_empty() {
                     self.out.put(" from ");
                     put_axes(&mut self.out.text, *from, self.mesh);
                 }
+                kept.iter().for_each(|kept| self.write(format_args!(" keeping {kept}")));
             }
             Content::Frame => self.out.put("frame"),
             Content::Scratch => self.out.put("scratch"),
@@ -214,6 +215,7 @@ impl Printer<'_> {
                 self.buffers(dst);
             }
             Instr::Cast { src, dst } => self.write(format_args!("cast {src} -> {dst}")),
+            Instr::Compress { src, residual, dst } => self.write(format_args!("compress {src} with {residual} -> {dst}")),
             Instr::SumShares { src, dst } => self.write(format_args!("sum_shares {src} -> {dst}")),
             Instr::SquareSum { src, dst, once } => {
                 self.out.put("square_sum once ");

@@ -28,6 +28,13 @@ pub trait Float:
     fn of_mut<'a>(block: &'a mut BlockMut<'_>) -> &'a mut [Self];
     fn from_f64(x: f64) -> Self;
     fn to_f64(self) -> f64;
+    /// Bits of [`Float::magnitude`].
+    const MAGNITUDE: u32;
+    /// A number that rises with what is without its sign; what is no number comes behind all that are.
+    fn magnitude(self) -> u64;
+    /// A place among elements, in the bits of one. It is moved only.
+    fn of_place(place: usize) -> Self;
+    fn place(self) -> usize;
     fn sqrt(self) -> Self;
     /// eˣ to about one unit in the last place, in arithmetic a compiler turns into vector instructions. Results below the least normal number are 0.
     fn exp(self) -> Self;
@@ -69,6 +76,20 @@ macro_rules! float {
             #[inline(always)]
             fn to_f64(self) -> f64 {
                 f64::from(self)
+            }
+            const MAGNITUDE: u32 = $bits::BITS - 1;
+            #[inline(always)]
+            fn magnitude(self) -> u64 {
+                #[allow(clippy::unnecessary_cast, reason = "f64 has 64 bits already")]
+                (self.abs().to_bits() as u64)
+            }
+            #[inline(always)]
+            fn of_place(place: usize) -> Self {
+                $t::from_bits(place as $bits)
+            }
+            #[inline(always)]
+            fn place(self) -> usize {
+                self.to_bits() as usize
             }
             #[inline(always)]
             fn sqrt(self) -> Self {

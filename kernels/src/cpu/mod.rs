@@ -13,6 +13,7 @@ pub mod append;
 pub mod attention;
 pub mod block;
 pub mod capacity;
+pub mod compress;
 pub mod dropout;
 pub mod embed;
 pub mod experts;

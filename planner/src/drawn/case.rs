@@ -196,7 +196,11 @@ impl Case {
             compute: dice.pick(&[DType::F64, DType::F64, DType::F64, DType::F64, DType::F64, DType::F64, DType::Bf16, DType::F16]),
             optimizer: dice.pick(&Optimizer::ALL),
             clip: dice.pick(&[Clip::None, Clip::GlobalNorm]),
-            wire: dice.pick(&[Wire::Full, Wire::Full, Wire::Bf16]),
+            wire: match dice.roll(9) {
+                0..=4 => Wire::Full,
+                5..=6 => Wire::Bf16,
+                _ => Wire::from_name(dice.pick(&["topk:0.01", "topk:0.1", "topk:0.3"])).unwrap_or_default(),
+            },
             keys: dice.pick(&Keys::ALL),
             decay: dice.pick(&[DecayGroups::All, DecayGroups::Matrices]),
             sync: Sync::Flat,
@@ -224,8 +228,11 @@ impl Case {
     /// that is scaled takes the factor that clips, only experts have a capacity, and one rank alone is no ring.
     pub fn settle(&mut self) {
         self.ways.resize(self.model.layers() as usize, Way::PLAIN);
+        if self.compute == DType::F16 && self.wire.kept().is_some() {
+            self.wire = Wire::Full;
+        }
         let (parted, updates) = (self.pipeline().parts_backward(), self.schedule.updates());
-        let most = if parted || updates == Updates::MicroBatch { 1 } else { 3 };
+        let most = if parted || updates == Updates::MicroBatch || self.wire.kept().is_some() { 1 } else { 3 };
         for way in &mut self.ways {
             way.zero.0 = way.zero.0.min(most);
             if let (true, Offload::Gradients(store) | Offload::Parameters(store)) = (parted, way.offload) {

@@ -95,7 +95,7 @@ const KEYS: [Key; 36] = [
     ("keys", |c| c.keys.name().into(), |c, t| name(&mut c.keys, Keys::from_name(t)), "gather or ring"),
     ("sync", |c| c.sync.name(), |c, t| name(&mut c.sync, Sync::from_name(t)), "flat, hierarchical:2 or the like, tree or server"),
     ("map", |c| c.nest.to_string(), |c, t| name(&mut c.nest, Nest::from_name(t)), "an order of dp, ep, cp and tp, such as tp.dp"),
-    ("wire", |c| c.wire.name().into(), |c, t| name(&mut c.wire, Wire::from_name(t)), "full or bf16"),
+    ("wire", |c| c.wire.name(), |c, t| name(&mut c.wire, Wire::from_name(t)), "full, bf16 or topk:F"),
     (
         "decay",
         |c| decay_name(c.decay).into(),

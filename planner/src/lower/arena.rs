@@ -59,7 +59,7 @@ impl Home {
         match role {
             Role::Param => self.own_param,
             Role::Grad => self.own_grad,
-            Role::Master | Role::Moment1 | Role::Moment2 => self.roles[&role],
+            Role::Master | Role::Moment1 | Role::Moment2 | Role::Residual => self.roles[&role],
         }
     }
     /// A role, where the update works on it.
@@ -90,11 +90,13 @@ pub(super) struct Turned {
 /// Gradients of a bucket on their way to their sum, in a turn of the ring.
 #[derive(Clone, Copy)]
 pub(super) struct OnWire {
-    /// This rank's, rounded; nothing where they are sent from where they are.
+    /// This rank's, rounded or compressed; nothing where they are sent from where they are.
     pub own: Option<BufferId>,
-    /// Everybody's, of this rank's piece.
+    /// What is left over of compressed ones.
+    pub residual: Option<BufferId>,
+    /// Everybody's, of this rank's piece; of compressed ones everybody's.
     pub shares: BufferId,
-    /// Where these add up: this rank's piece of the gradients that were rounded, in place.
+    /// Where these add up: this rank's piece of the gradients that were sent, in place; of compressed ones at ZeRO 0 all of them.
     pub sum: BufferId,
 }
 
@@ -252,7 +254,7 @@ impl Arena {
                     tied: stage.tied(bucket),
                 });
                 let mut roles = BTreeMap::new();
-                for role in types.roles() {
+                for role in types.roles_shared(size.ways(stage.mesh())) {
                     let space = space(role, offload);
                     let bytes = space.align(role_bytes(role, size.elems, size.ways(stage.mesh()), zero, types));
                     let offset = self.take(space, bytes).unwrap_or_else(|| {

@@ -86,6 +86,12 @@ pub enum LowerError {
         "`{param}` is used by several layers, and the schedule {schedule} on several stages updates each stage at its own times: expected one stage, or no parameter that layers share"
     )]
     StaleTie { schedule: &'static str, param: String },
+    #[error(
+        "wire {wire} with ZeRO {found}: what is left over of compressed gradients is kept from step to step, and counts in one exchange a step, so ZeRO 0 or 1"
+    )]
+    CompressedZero { wire: String, found: u8 },
+    #[error("wire {wire} in {compute}: what is left over is in the scale of the loss, which changes, so compute in bf16 or f32")]
+    CompressedScale { wire: String, compute: DType },
     #[error("`{first}` and `{second}` are both used by several layers; one such parameter is supported")]
     SeveralTied { first: String, second: String },
 }

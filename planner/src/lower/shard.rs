@@ -256,6 +256,9 @@ fn check(graph: &Graph, plan: &Plan) -> Result<(), LowerError> {
     if plan.compute.scales_loss() && plan.clip == Clip::None {
         return Err(LowerError::Unclipped { compute: plan.compute });
     }
+    if plan.wire.kept().is_some() && plan.dp * plan.cp > 1 && plan.compute.scales_loss() {
+        return Err(LowerError::CompressedScale { wire: plan.wire.name(), compute: plan.compute });
+    }
     let layers = graph.layer_count();
     if plan.layers.len() != layers as usize {
         return Err(LowerError::LayerCount { layers, found: plan.layers.len() });
@@ -287,6 +290,10 @@ fn check(graph: &Graph, plan: &Plan) -> Result<(), LowerError> {
     let zero = |layer: &u32| plan.options[*layer as usize].zero.0;
     if let Some(found) = plan.layers.iter().map(zero).find(|&z| z > 1 && plan.dp * plan.cp > 1 && pipeline.parts_backward()) {
         return Err(LowerError::PartedZero { schedule: plan.schedule.name(), found });
+    }
+    let most = crate::problem::MOST_COMPRESSED;
+    if let Some(found) = plan.layers.iter().map(zero).find(|&z| z > most && plan.dp * plan.cp > 1 && plan.wire.kept().is_some()) {
+        return Err(LowerError::CompressedZero { wire: plan.wire.name(), found });
     }
     let away = |layer: &u32| plan.options[*layer as usize].away();
     if let Some(found) = plan.layers.iter().map(away).find(|a| a.is_in_passes() && pipeline.parts_backward()) {

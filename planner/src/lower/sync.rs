@@ -14,6 +14,7 @@
 //!
 //! Where gradients are rounded for the exchange, a reduce-scatter is a cast, an all-to-all and a sum of shares (where they are pushed to servers, the same without a cast); an all-reduce is the same, a gather of the sum, and after
 //! it what is pending over tensor-parallel axes as for ZeRO 1. Only what goes between data-parallel ranks is rounded, once on its way; sums are of full length.
+//! Where they are compressed, everybody gathers everybody's pairs, and adds up what of them is its business: all at ZeRO 0, its piece at ZeRO 1.
 //!
 //! States that are offloaded come in and go out on the copy stream: those of the first two buckets come in at the start of the update, those of the next but one when
 //! their turn of the ring is free. Offloaded gradients are added up in the ring in a backward pass: they come in before it and go out behind it, reduced after the last.
@@ -97,7 +98,9 @@ fn summed(body: &mut Body<'_>, layer: usize, at: usize, grad: Part) {
     match (home.zero.0, body.arena.layers[layer].wires.get(&at)) {
         (0, Some(wire)) => {
             scatter(body, layer, at, grad);
-            body.flat(Pattern::AllGather, home.data, wire.sum, grad.whole);
+            if wire.sum != grad.whole {
+                body.flat(Pattern::AllGather, home.data, wire.sum, grad.whole);
+            }
         }
         (0, None) if bucket.tied.is_empty() => reduced(body, at, grad.whole),
         (1, _) => scatter(body, layer, at, grad),
@@ -105,12 +108,17 @@ fn summed(body: &mut Body<'_>, layer: usize, at: usize, grad: Part) {
     }
 }
 
-/// The sum over data-parallel ranks, of which each gets its piece.
+/// The sum over data-parallel ranks, of which each gets its piece; of compressed gradients at ZeRO 0 all of it.
 fn scatter(body: &mut Body<'_>, layer: usize, at: usize, grad: Part) {
     let data = body.arena.homes[at].data;
     match body.arena.layers[layer].wires.get(&at) {
         None => through(body, Pattern::ReduceScatter, at, grad.whole, grad.own),
-        Some(&OnWire { own, shares, sum }) => {
+        Some(&OnWire { own: Some(own), residual: Some(residual), shares, sum }) => {
+            body.issue(Stream::Comm, Instr::Compress { src: grad.whole, residual, dst: own });
+            body.flat(Pattern::AllGather, data, own, shares);
+            body.issue(Stream::Comm, Instr::SumShares { src: shares, dst: sum });
+        }
+        Some(&OnWire { own, shares, sum, .. }) => {
             if let Some(own) = own {
                 body.issue(Stream::Comm, Instr::Cast { src: grad.whole, dst: own });
             }

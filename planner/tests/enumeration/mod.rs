@@ -179,9 +179,13 @@ impl Setting<'_> {
             let gathered = moved_by(&steps, Pattern::AllGather, whole * self.element(Role::Param));
             // Two bytes an element out and in, in a rounding and a sum; a rank alone has nobody to round for.
             let rounds = self.types.wire == Wire::Bf16 && ways > 1;
+            // Pairs of value and place, from everybody to everybody.
+            let pairs = self.types.wire.kept().filter(|_| ways > 1).map(|share| 2 * share.of(whole) * self.element(Role::Grad));
             // As many bytes as there are, out and in, and a sum.
-            let serves = !rounds && self.sync == Sync::Server && ways > 1;
-            let scattered = if serves {
+            let serves = !rounds && pairs.is_none() && self.sync == Sync::Server && ways > 1;
+            let scattered = if let Some(own) = pairs {
+                collective(copies, Pattern::AllGather, ways * own)
+            } else if serves {
                 collective(copies, Pattern::AllToAll, grad).max(collective(copies, Pattern::ReduceScatter, grad))
             } else if rounds {
                 collective(copies, Pattern::AllToAll, 2 * whole)
@@ -189,7 +193,10 @@ impl Setting<'_> {
                 moved_by(&steps, Pattern::ReduceScatter, grad)
             };
             let sweep = |bytes| self.prices.sweep(site, bytes).0;
-            let rounding = if serves {
+            let rounding = if let Some(own) = pairs {
+                // Found: two reads and a write, three looks, a read; added up: all that is wanted is written.
+                sweep(7 * grad + own) + sweep(ways * own + if zero == 0 { grad } else { grad / ways })
+            } else if serves {
                 sweep(grad + grad / ways)
             } else if rounds {
                 sweep(grad + 2 * whole) + sweep(2 * whole + grad / ways)
@@ -207,6 +214,8 @@ impl Setting<'_> {
                 Role::Master | Role::Moment1 | Role::Moment2 => 1,
                 Role::Grad => 2,
                 Role::Param => 3,
+                // Whole, and here.
+                Role::Residual => 4,
             };
             let kept = |store, role| {
                 let elems = if zero >= number(role) { whole / ways } else { whole };
@@ -230,7 +239,11 @@ impl Setting<'_> {
             if zero < 2 {
                 add_end += rounding;
             }
-            if zero == 0 && (rounds || serves) {
+            if zero == 0 && pairs.is_some() {
+                reduce_end += scattered;
+                rest_end += collective(bucket.partial, Pattern::AllReduce, grad);
+                late += if apart { across(Default::default(), grad) } else { 0 };
+            } else if zero == 0 && (rounds || serves) {
                 // As ZeRO 1 has it, and back to everybody.
                 reduce_end += scattered + collective(copies, Pattern::AllGather, grad);
                 rest_end += collective(bucket.partial, Pattern::AllReduce, grad);
@@ -254,13 +267,13 @@ impl Setting<'_> {
             }
             gather_end += gathered;
             if let Some((store, level)) = taken {
-                let late = apart || (zero >= 1 || rounds || serves) && bucket.partial.iter().any(|a| self.mesh.axis(a).size > 1);
+                let late = apart || (zero >= 1 || rounds || serves || pairs.is_some()) && bucket.partial.iter().any(|a| self.mesh.axis(a).size > 1);
                 for role in self.types.roles() {
                     let times = match role {
                         // Cleared; read by the norm; summed; read by the update.
                         Role::Grad if level >= 2 => 2 + u64::from(self.clip == Clip::GlobalNorm) + if late { 2 } else { 0 },
                         Role::Param if level >= 3 => 1 + u64::from(self.types.master() == Role::Param),
-                        Role::Grad | Role::Param => 0,
+                        Role::Grad | Role::Param | Role::Residual => 0,
                         Role::Master | Role::Moment1 | Role::Moment2 => 2,
                     };
                     moved += times * kept(store, role);
@@ -445,7 +458,7 @@ fn best_of_tuple(problem: &Problem, prices: &mut Drawn, shape: Shape, degrees: D
     let boundary = crossing.iter().copied().max().unwrap_or(0);
     let zeros = match degrees.dp * degrees.cp {
         1 => 0..=0,
-        _ if order.halves() || order.is_stale() => 0..=1,
+        _ if order.halves() || order.is_stale() || problem.types.wire.kept().is_some() => 0..=1,
         _ => 0..=3,
     };
     let offloads: Vec<Away> = if problem.pins.offload.is_pinned() { Away::all().collect() } else { vec![Away::default()] };

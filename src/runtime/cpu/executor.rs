@@ -16,7 +16,7 @@ use dplan_ir::optimizer::{StepScalars, trust_ratio};
 use dplan_ir::program::Stream;
 use dplan_ir::splitmix;
 use dplan_kernels::cpu::block::{Block, BlockMut};
-use dplan_kernels::cpu::{Run, Threads, flat, join};
+use dplan_kernels::cpu::{Run, Threads, compress, flat, join};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
@@ -212,6 +212,8 @@ impl<'w> Executor<'w> {
             | Action::AddInto { .. }
             | Action::Cast { .. }
             | Action::SumShares { .. }
+            | Action::Compress { .. }
+            | Action::SumPairs { .. }
             | Action::JoinSums { .. }
             | Action::JoinAttention { .. }
             | Action::SquareSum { .. }
@@ -349,6 +351,16 @@ impl<'w> Executor<'w> {
                 (Block::F64(src), BlockMut::F64(dst)) => flat::sum_shares(src, dst),
                 _ => unreachable!("refused when loaded"),
             },
+            Action::Compress { grads, residual, pairs } => match (read(grads), write(residual), write(pairs)) {
+                (Block::F32(grads), BlockMut::F32(residual), BlockMut::F32(pairs)) => compress::compress(grads, residual, pairs),
+                (Block::F64(grads), BlockMut::F64(residual), BlockMut::F64(pairs)) => compress::compress(grads, residual, pairs),
+                _ => unreachable!("refused when loaded"),
+            },
+            Action::SumPairs { src, kept, start, dst } => match (read(src), write(dst)) {
+                (Block::F32(src), BlockMut::F32(dst)) => compress::sum_pairs(src, *kept, *start, dst),
+                (Block::F64(src), BlockMut::F64(dst)) => compress::sum_pairs(src, *kept, *start, dst),
+                _ => unreachable!("refused when loaded"),
+            },
             Action::JoinSums { left, right, dst } => {
                 for ((one, other), to) in left.iter().zip(right).zip(dst) {
                     settle(arena, one, to, micro);
@@ -458,6 +470,8 @@ fn transfer_of(code: &Code, arena: &Arena, item: Item) -> Option<Transfer> {
         | Action::AddInto { .. }
         | Action::Cast { .. }
         | Action::SumShares { .. }
+        | Action::Compress { .. }
+        | Action::SumPairs { .. }
         | Action::JoinSums { .. }
         | Action::JoinAttention { .. }
         | Action::SquareSum { .. }

@@ -11,7 +11,7 @@ use dplan_ir::entity::{BufferId, NodeId, ParamId, SegmentId, Table};
 use dplan_ir::graph::Graph;
 use dplan_ir::mesh::AxisSet;
 use dplan_ir::optimizer::{DecayGroups, Optimizer, decays};
-use dplan_ir::program::{Channel, Instr, Pattern, Program, Space, Stream, Updates, Write};
+use dplan_ir::program::{Channel, Content, Instr, Pattern, Program, Space, Stream, Updates, Write};
 use dplan_ir::sharding::Monoid;
 use dplan_kernels::cpu::Kernel;
 
@@ -90,6 +90,18 @@ pub enum Action {
     },
     SumShares {
         src: Slot,
+        dst: Slot,
+    },
+    Compress {
+        grads: Slot,
+        residual: Slot,
+        pairs: Slot,
+    },
+    /// So many pairs of each member, of which those from a place on are meant.
+    SumPairs {
+        src: Slot,
+        kept: usize,
+        start: usize,
         dst: Slot,
     },
     SquareSum {
@@ -366,6 +378,22 @@ impl Loader<'_> {
                     return Err(format!("{} elements of {} cast to {} of {}", src.elems(), src.dtype, dst.elems(), dst.dtype));
                 }
                 Action::Cast { src, dst }
+            }
+            Instr::Compress { src, residual, dst } => {
+                let (grads, residual, pairs) = (self.float(*src)?, self.float(*residual)?, self.float(*dst)?);
+                self.same(&[grads, residual])?;
+                if pairs.dtype != grads.dtype || !(2..=2 * grads.elems()).contains(&pairs.elems()) || grads.elems() as u64 > 1 << 32 {
+                    return Err(format!("{} elements of {} compressed to {} of {}", grads.elems(), grads.dtype, pairs.elems(), pairs.dtype));
+                }
+                Action::Compress { grads, residual, pairs }
+            }
+            Instr::SumShares { src: from, dst: to } if let Content::Wire { kept: Some(kept), .. } = self.view.buffer(*from)?.content => {
+                let (src, dst, kept) = (self.float(*from)?, self.float(*to)?, kept as usize);
+                let Content::Flat { pieces, .. } = self.view.buffer(*to)?.content else { return Err(format!("{to} is no bucket")) };
+                if src.dtype != dst.dtype || kept == 0 || src.elems() % (2 * kept) != 0 {
+                    return Err(format!("{} elements of {} as {kept} pairs each added up to {}", src.elems(), src.dtype, dst.dtype));
+                }
+                Action::SumPairs { src, kept, start: mesh.position(local_rank, pieces) as usize * dst.elems(), dst }
             }
             Instr::SumShares { src, dst } => {
                 let (src, dst) = (self.slot(*src)?, self.float(*dst)?);

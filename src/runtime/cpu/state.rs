@@ -229,7 +229,7 @@ fn updated(stage: &StageProgram, bucket: dplan_ir::entity::BucketId, role: Role)
     let found = match role {
         Role::Param => stage.home(bucket, Role::Master).or_else(|| update().map(|(state, _)| state)),
         Role::Grad => update().map(|(_, grad)| grad),
-        Role::Master | Role::Moment1 | Role::Moment2 => None,
+        Role::Master | Role::Moment1 | Role::Moment2 | Role::Residual => None,
     };
     found.map(|buffer| kept(stage, buffer)).or_else(|| stage.home(bucket, role))
 }

@@ -35,6 +35,7 @@ impl Family {
             | Instr::Zero { .. }
             | Instr::AddInto { .. }
             | Instr::Cast { .. }
+            | Instr::Compress { .. }
             | Instr::SumShares { .. }
             | Instr::Join { .. }
             | Instr::SquareSum { .. }

@@ -286,6 +286,9 @@ fn action(of: &Of<'_>, instr: &Instr) -> Result<Action, String> {
             let (src, dst) = (place(src)?, place(dst)?);
             run(flat::cast(src.dtype, dst.dtype, same(&[src, dst])?, alignment(&[src, dst])), vec![src], vec![dst])
         }
+        Instr::Compress { .. } => {
+            return Err("gradients are compressed on CPU ranks alone: for GPU ranks, plan with `wire=full` or `wire=bf16`".into());
+        }
         Instr::SumShares { src, dst } => {
             let (src, dst) = (place(src)?, place(dst)?);
             if !src.elems().is_multiple_of(dst.elems().max(1)) {

@@ -163,6 +163,7 @@ impl Cut<'_> {
                 | Instr::Copy { src, .. }
                 | Instr::AddInto { src, .. }
                 | Instr::Cast { src, .. }
+                | Instr::Compress { src, .. }
                 | Instr::SumShares { src, .. }
                 | Instr::SquareSum { src, .. }
                 | Instr::ClipScale { src, .. } => Some(src),
@@ -180,6 +181,7 @@ impl Cut<'_> {
                 | Instr::Copy { dst, .. }
                 | Instr::AddInto { dst, .. }
                 | Instr::Cast { dst, .. }
+                | Instr::Compress { dst, .. }
                 | Instr::SumShares { dst, .. }
                 | Instr::SquareSum { dst, .. } => Some(dst),
                 Instr::Join { dst, .. } => dst.first_mut(),
@@ -320,7 +322,7 @@ impl Cut<'_> {
                     *role = match role {
                         Role::Param => Role::Master,
                         Role::Master => Role::Param,
-                        Role::Grad | Role::Moment2 => Role::Moment1,
+                        Role::Grad | Role::Moment2 | Role::Residual => Role::Moment1,
                         Role::Moment1 => Role::Moment2,
                     };
                     true
@@ -456,6 +458,30 @@ impl Cut<'_> {
                 };
                 Some("the program".into())
             }
+            Damage::DropCompress => self.drop(|i| matches!(i, Instr::Compress { .. })),
+            Damage::RepeatCompress => self.repeat(|i| matches!(i, Instr::Compress { .. })),
+            Damage::OtherResidual => self.redirect(other_content, |i| match i {
+                Instr::Compress { residual, .. } => Some(residual),
+                _ => None,
+            }),
+            Damage::StaleResidual => self.stale_residual(),
+            Damage::LoseResidual => self.lose_residual(),
+            Damage::ReadResidual => self.read_residual(),
+            Damage::FewerPairs => self.buffer(|buffer, _| match &mut buffer.content {
+                Content::Wire { kept: Some(kept), .. } if *kept > 1 => {
+                    buffer.bytes = buffer.bytes / *kept * (*kept - 1);
+                    *kept -= 1;
+                    true
+                }
+                Content::Wire { .. }
+                | Content::Value { .. }
+                | Content::Flat { .. }
+                | Content::Member { .. }
+                | Content::Scalar(_)
+                | Content::Trust { .. }
+                | Content::Frame
+                | Content::Scratch => false,
+            }),
             Damage::HalfGather => self.half_gather(),
             Damage::GatherPending => self.gather_pending(),
             Damage::FewerStages => self.fewer_stages(),

@@ -137,10 +137,24 @@ pub enum Damage {
     LateUpdate,
     /// A program says that it updates once a step where it does so behind each micro-batch, or the reverse.
     OtherUpdates,
+    /// Gradients are not compressed.
+    DropCompress,
+    /// Gradients are compressed twice.
+    RepeatCompress,
+    /// Gradients are compressed with what is left over of others.
+    OtherResidual,
+    /// What is left over is written elsewhere, and the residual stays as it was.
+    StaleResidual,
+    /// What is left over is cleared before it counts.
+    LoseResidual,
+    /// What is left over is read by something else.
+    ReadResidual,
+    /// Pairs are fewer than are sent.
+    FewerPairs,
 }
 
 impl Damage {
-    pub const ALL: [Damage; 91] = [
+    pub const ALL: [Damage; 98] = [
         Damage::DropRun,
         Damage::DropCollective,
         Damage::DropMessage,
@@ -232,6 +246,13 @@ impl Damage {
         Damage::LateStash,
         Damage::LateUpdate,
         Damage::OtherUpdates,
+        Damage::DropCompress,
+        Damage::RepeatCompress,
+        Damage::OtherResidual,
+        Damage::StaleResidual,
+        Damage::LoseResidual,
+        Damage::ReadResidual,
+        Damage::FewerPairs,
     ];
 
     /// In words: `drop wait`.

@@ -3,7 +3,7 @@
 use super::{Cut, show};
 use crate::entity::{BufferId, Table};
 use crate::mesh::AxisSet;
-use crate::program::{Buffer, Content, Instr, Issue, Pattern, Role, Scalar, SegmentKind, StageProgram, Stream};
+use crate::program::{Buffer, Content, Instr, Issue, Pattern, Role, Scalar, SegmentKind, StageProgram, Stream, align};
 
 impl Cut<'_> {
     /// A gather in place stops half-way: over one axis less, into a larger piece that says so.
@@ -42,6 +42,43 @@ impl Cut<'_> {
         }
         let gather = Instr::Collective { pattern: Pattern::AllGather, axes, stages, dim, monoid, src: dst, dst: src };
         self.program.stages[site.0].segments[site.1].body.insert(site.2, Issue { instr: gather, stream });
+        Some(show(site))
+    }
+
+    /// What is left over goes to a copy of the residual's buffer, where the gradients were: the residual stays as it was.
+    pub fn stale_residual(&mut self) -> Option<String> {
+        let site = self.site(|i| matches!(i, Instr::Compress { .. }))?;
+        let Instr::Compress { residual, dst, .. } = self.issue(site).instr.clone() else { return None };
+        let stage = &mut self.program.stages[site.0];
+        // Behind everything, where there is room of its own.
+        let (at, bytes) = (align(stage.arena_bytes), stage.buffers[residual].bytes);
+        if stage.host_bytes + stage.file_bytes > 0 {
+            return None;
+        }
+        stage.arena_bytes = at + align(bytes);
+        stage.regions.last_mut()?.bytes += stage.arena_bytes - at;
+        let copy = stage.buffers.push(Buffer { offset: at, ..stage.buffers[residual].clone() });
+        let Instr::Compress { residual, .. } = &mut stage.segments[site.1].body[site.2].instr else { return None };
+        *residual = copy;
+        Some(format!("{}: {copy} behind {dst}", show(site)))
+    }
+
+    /// The residual is cleared before it counts.
+    pub fn lose_residual(&mut self) -> Option<String> {
+        let site = self.site(|i| matches!(i, Instr::Compress { .. }))?;
+        let Issue { instr, stream } = self.issue(site).clone();
+        let Instr::Compress { residual, .. } = instr else { return None };
+        self.program.stages[site.0].segments[site.1].body.insert(site.2, Issue { instr: Instr::Zero { dst: residual }, stream });
+        Some(show(site))
+    }
+
+    /// The residual counts in gradients beside its exchange.
+    pub fn read_residual(&mut self) -> Option<String> {
+        let site = self.site(|i| matches!(i, Instr::Compress { .. }))?;
+        let Issue { instr, stream } = self.issue(site).clone();
+        let Instr::Compress { src, residual, .. } = instr else { return None };
+        let add = Instr::AddInto { src: residual, dst: src };
+        self.program.stages[site.0].segments[site.1].body.insert(site.2, Issue { instr: add, stream });
         Some(show(site))
     }
 

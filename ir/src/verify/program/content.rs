@@ -47,11 +47,12 @@ pub(super) enum Fact {
         base: u64,
         dtype: DType,
     },
-    /// Gradients on the wire: all of this rank's, or the members' shares.
+    /// Gradients on the wire: all of this rank's, or the members' shares; or so many pairs of each.
     Wire {
         bucket: BucketId,
         sum: u32,
         from: AxisSet,
+        kept: Option<u64>,
         base: u64,
     },
     /// A frame as it was copied from the device's memory, for a micro-batch: its number in [`super::frame::Frames`].

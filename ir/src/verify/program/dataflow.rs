@@ -325,6 +325,7 @@ impl<'a> Walk<'a> {
             },
             Instr::Join { left, right, dst, .. } => self.join(left, right, dst),
             &Instr::Cast { src, dst } => self.cast(src, dst),
+            &Instr::Compress { src, residual, dst } => self.compress(src, residual, dst),
             &Instr::SumShares { src, dst } => self.sum_shares(src, dst),
             &Instr::SquareSum { src, dst, .. } => self.square_sum(src, dst),
             &Instr::ClipScale { src, dst } => self.clip(src, dst),

@@ -54,6 +54,7 @@ impl Communicator {
             | Instr::AddInto { .. }
             | Instr::Join { .. }
             | Instr::Cast { .. }
+            | Instr::Compress { .. }
             | Instr::SumShares { .. }
             | Instr::SquareSum { .. }
             | Instr::ClipScale { .. }

@@ -64,7 +64,7 @@ impl Walk<'_> {
             (_, Fact::Value { value, sharding, micro_batch, base }) => Fact::Value { value, sharding, micro_batch: micro_batch + more, base },
             (_, Fact::Frame { number, micro_batch, base }) => Fact::Frame { number, micro_batch: micro_batch + more, base },
             (Fact::Grad { sum, .. }, Fact::Grad { bucket, sum: s, flat }) => Fact::Grad { bucket, sum: sums(sum, s), flat },
-            (Fact::Wire { sum, .. }, Fact::Wire { bucket, sum: s, from, base }) => Fact::Wire { bucket, sum: sums(sum, s), from, base },
+            (Fact::Wire { sum, .. }, Fact::Wire { bucket, sum: s, from, kept, base }) => Fact::Wire { bucket, sum: sums(sum, s), from, kept, base },
             (Fact::Scalar { sum, .. }, Fact::Scalar { scalar: Scalar::Loss, sum: s, base, dtype }) => {
                 Fact::Scalar { scalar: Scalar::Loss, sum: sums(sum, s), base, dtype }
             }
@@ -92,8 +92,8 @@ impl Walk<'_> {
             (Fact::State { bucket, role, version, flat }, b) => b == Fact::State { bucket, role, version: self.later(version, shift), flat },
             (Fact::Trust { bucket, version, pending, base }, b) => b == Fact::Trust { bucket, version: self.later(version, shift), pending, base },
             (Fact::Grad { bucket, sum, flat }, Fact::Grad { bucket: b, sum: s, flat: f }) => (bucket, flat) == (b, f) && sums(sum, s),
-            (Fact::Wire { bucket, sum, from, base }, Fact::Wire { bucket: b, sum: s, from: f, base: at }) => {
-                (bucket, from, base) == (b, f, at) && sums(sum, s)
+            (Fact::Wire { bucket, sum, from, kept, base }, Fact::Wire { bucket: b, sum: s, from: f, kept: k, base: at }) => {
+                (bucket, from, kept, base) == (b, f, k, at) && sums(sum, s)
             }
             (Fact::Scalar { scalar: Scalar::Loss, sum, base, dtype }, Fact::Scalar { scalar: Scalar::Loss, sum: s, base: b, dtype: d }) => {
                 (base, dtype) == (b, d) && sums(sum, s)

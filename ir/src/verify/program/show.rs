@@ -31,8 +31,13 @@ impl Walk<'_> {
                 format!("gradients of {bucket} (beginning at byte {}): {}", flat.base, self.show_sum(sum))
             }
             Fact::Scalar { scalar, sum, .. } => format!("{}: {}", scalar.name(), self.show_sum(sum)),
-            Fact::Wire { bucket, sum, from, base } => {
-                let whose = if from.is_empty() { "this rank's".into() } else { format!("shares from {} of the", self.types.axes(from)) };
+            Fact::Wire { bucket, sum, from, kept, base } => {
+                let what = kept.map_or_else(|| "shares".into(), |kept| format!("{kept} pairs each"));
+                let whose = match (from.is_empty(), kept) {
+                    (true, None) => "this rank's".into(),
+                    (true, Some(kept)) => format!("{kept} pairs of this rank's"),
+                    (false, _) => format!("{what} from {} of the", self.types.axes(from)),
+                };
                 format!("on the wire {whose} gradients of {bucket} (beginning at byte {base}): {}", self.show_sum(sum))
             }
             Fact::Frame { micro_batch, base, .. } => format!("a frame of micro-batch {micro_batch} (beginning at byte {base})"),

@@ -14,6 +14,9 @@ use crate::sharding::{LocalType, Sharding};
 /// Elements of a value or a bucket: few enough that no count of bytes overflows.
 const MOST_ELEMENTS: u64 = 1 << 56;
 
+/// Elements of a bucket whose places are told: each is a 32-bit number.
+const MOST_PLACES: u64 = 1 << 32;
+
 /// Events of a stage: many more than a program has use for, few enough to keep a clock for each.
 const MAX_EVENTS: u32 = 1 << 20;
 
@@ -257,10 +260,16 @@ impl Checker<'_> {
                 if bucket.elems % mesh.size(pieces) != 0 {
                     return Err(format!("{} elements do not cut into {} pieces", bucket.elems, mesh.size(pieces)));
                 }
+                if role == Role::Residual && !pieces.is_empty() {
+                    return Err("a residual is of one rank, which has all of it".into());
+                }
                 expect(bucket.elems / mesh.size(pieces) * size, self.role_dtype(id, role))?;
             }
             &Content::Member { bucket: id, role, param } => {
                 let bucket = self.bucket(id)?;
+                if role == Role::Residual {
+                    return Err("a residual has no members of its own".into());
+                }
                 let member = bucket.members.iter().find(|m| m.param == param).ok_or_else(|| format!("{param} is not in {id}"))?;
                 expect(member.elems * size, self.role_dtype(id, role))?;
                 if buffer.offset < member.offset * size {
@@ -281,7 +290,7 @@ impl Checker<'_> {
                 }
                 expect(2 * bucket.members.len() as u64 * size, self.role_dtype(id, Role::Master))?;
             }
-            &Content::Wire { bucket: id, from } => {
+            &Content::Wire { bucket: id, from, kept } => {
                 let bucket = self.bucket(id)?;
                 if !mesh.all().includes(from) || bucket.members.iter().any(|m| m.sharding.used().intersects(from)) {
                     return Err(format!("shares from {from:?}: expected axes of the mesh over which every member is replicated"));
@@ -290,10 +299,22 @@ impl Checker<'_> {
                     return Err(format!("{} elements do not cut into {} shares", bucket.elems, mesh.size(from)));
                 }
                 let full = self.role_dtype(id, Role::Grad);
-                expect(bucket.elems * size, if buffer.dtype == full { full } else { crate::dtype::DType::Bf16 })?;
+                match kept {
+                    Some(kept) if !(1..=bucket.elems).contains(&kept) || bucket.elems > MOST_PLACES => {
+                        return Err(format!("keeps {kept} of {} elements: expected some of them, of at most {MOST_PLACES}", bucket.elems));
+                    }
+                    Some(kept) => expect(2 * kept * mesh.size(from) * size, full)?,
+                    None => expect(bucket.elems * size, if buffer.dtype == full { full } else { crate::dtype::DType::Bf16 })?,
+                }
             }
             Content::Frame | Content::Scratch => {}
         }
+        self.place(id, buffer)
+    }
+
+    /// Whether a buffer lies as a whole in one memory.
+    fn place(&self, id: BufferId, buffer: &Buffer) -> Result<(), String> {
+        let (mesh, size) = (&self.program.mesh, buffer.dtype.size());
         match &buffer.content {
             Content::Flat { pieces, .. } if *pieces == buffer.piece_axes => {}
             _ if buffer.piece_axes.is_empty() => {}
@@ -353,7 +374,7 @@ impl Checker<'_> {
         let compute = first.and_then(|m| self.graph.params.get(m.param)).map_or(crate::dtype::DType::F32, |p| self.graph.values[p.value].ty.dtype);
         match role {
             Role::Param => compute,
-            Role::Master | Role::Grad | Role::Moment1 | Role::Moment2 => compute.accumulator(),
+            Role::Master | Role::Grad | Role::Moment1 | Role::Moment2 | Role::Residual => compute.accumulator(),
         }
     }
 
@@ -456,6 +477,7 @@ impl Checker<'_> {
             | Instr::Copy { .. }
             | Instr::AddInto { .. }
             | Instr::Cast { .. }
+            | Instr::Compress { .. }
             | Instr::SumShares { .. }
             | Instr::ClipScale { .. }
             | Instr::TrustSums { .. }

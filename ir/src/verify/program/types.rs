@@ -63,8 +63,9 @@ impl Types<'_> {
                 }
                 match (self.content(*src), self.content(*dst)) {
                     (
-                        Content::Wire { bucket, from: AxisSet::EMPTY } | Content::Flat { bucket, role: Role::Grad, pieces: AxisSet::EMPTY },
-                        Content::Wire { bucket: b, from },
+                        Content::Wire { bucket, from: AxisSet::EMPTY, kept: None }
+                        | Content::Flat { bucket, role: Role::Grad, pieces: AxisSet::EMPTY },
+                        Content::Wire { bucket: b, from, kept: None },
                     ) if (bucket, axes) == (b, from) && self.buffer(*src).dtype == self.buffer(*dst).dtype => Ok(()),
                     _ => fault(*dst, "expected this rank's gradients, and of the same bucket and type the shares of the members"),
                 }
@@ -91,7 +92,8 @@ impl Types<'_> {
                     Content::Trust { .. } if !stages.is_empty() => {
                         fault(*src, "every home of a tied parameter has its whole sums: other stages have nothing to add")
                     }
-                    Content::Wire { .. } => fault(*src, "gradients on the wire are exchanged by `all_to_all`"),
+                    Content::Wire { kept: Some(_), .. } => self.gather_pairs(step, stages, *src, *dst),
+                    Content::Wire { kept: None, .. } => fault(*src, "gradients on the wire are exchanged by `all_to_all`"),
                     Content::Flat { .. } | Content::Member { .. } | Content::Scalar(_) | Content::Trust { .. } => {
                         self.flat_step(*src, *dst, step, *pattern)
                     }
@@ -114,20 +116,27 @@ impl Types<'_> {
             },
             &Instr::AddInto { src, dst } => self.add_into(src, dst),
             &Instr::Cast { src, dst } => match (self.content(src), self.content(dst)) {
-                (Content::Flat { bucket, role: Role::Grad, pieces: AxisSet::EMPTY }, Content::Wire { bucket: b, from: AxisSet::EMPTY })
-                    if bucket == b && self.buffer(dst).dtype == DType::Bf16 =>
-                {
-                    Ok(())
-                }
+                (
+                    Content::Flat { bucket, role: Role::Grad, pieces: AxisSet::EMPTY },
+                    Content::Wire { bucket: b, from: AxisSet::EMPTY, kept: None },
+                ) if bucket == b && self.buffer(dst).dtype == DType::Bf16 => Ok(()),
                 _ => fault(dst, "expected all gradients of a bucket, and their place on the wire, in bf16"),
             },
+            &Instr::Compress { src, residual, dst } => match (self.content(src), self.content(residual), self.content(dst)) {
+                (
+                    Content::Flat { bucket, role: Role::Grad, pieces: AxisSet::EMPTY },
+                    Content::Flat { bucket: a, role: Role::Residual, pieces: AxisSet::EMPTY },
+                    Content::Wire { bucket: b, from: AxisSet::EMPTY, kept: Some(_) },
+                ) if (a, b) == (bucket, bucket) => Ok(()),
+                _ => fault(dst, "expected all gradients of a bucket, its residual, and a place for some of them on the wire"),
+            },
             &Instr::SumShares { src, dst } => match (self.content(src), self.content(dst)) {
-                (Content::Wire { bucket, from }, Content::Flat { bucket: b, role: Role::Grad, pieces })
-                    if (bucket, from) == (b, pieces) && !from.is_empty() =>
+                (Content::Wire { bucket, from, kept }, Content::Flat { bucket: b, role: Role::Grad, pieces })
+                    if bucket == b && !from.is_empty() && (from == pieces || kept.is_some() && pieces.is_empty()) =>
                 {
                     Ok(())
                 }
-                _ => fault(dst, "expected shares of a bucket's gradients, and the piece that they are of"),
+                _ => fault(dst, "expected shares of a bucket's gradients, and the piece that they are of; or pairs, and that piece or all of them"),
             },
             &Instr::SquareSum { src, dst, once } => self.square_sum(src, dst, once),
             &Instr::ClipScale { src, dst } => {
@@ -299,6 +308,18 @@ impl Types<'_> {
             Err(why) => fault(src, why),
             Ok(result) if result != *to => fault(dst, format!("comes out as {}, the buffer claims {}", self.show(&result), self.show(to))),
             Ok(_) => Ok(()),
+        }
+    }
+
+    /// Pairs from everybody to everybody.
+    fn gather_pairs(&self, step: Step, stages: &[u32], src: BufferId, dst: BufferId) -> Result<(), Fault> {
+        match (step, self.content(src), self.content(dst)) {
+            (Step::AllGather { axes, dim: 0 }, Content::Wire { bucket, from: AxisSet::EMPTY, kept }, Content::Wire { bucket: b, from, kept: k })
+                if (bucket, kept, axes) == (b, k, *from) && stages.is_empty() && self.buffer(src).dtype == self.buffer(dst).dtype =>
+            {
+                Ok(())
+            }
+            _ => fault(dst, "expected this rank's pairs, and by `all_gather` on one stage as many of each member, of the same bucket and type"),
         }
     }
 

@@ -27,7 +27,7 @@ fn each_bucket_is_compressed_once_a_step_with_a_residual_of_its_own() {
         let graph = case.graph();
         let plan = case.plan(&graph);
         let program = lower(&graph, &plan).unwrap();
-        assert_eq!(parse_program(&print_program(&graph, &program), &graph).unwrap(), program, "{text}");
+        assert_eq!(parse_program(&print_program(&program, &graph), &graph).unwrap(), program, "{text}");
         let share = case.wire.kept().unwrap();
         for stage in &program.stages {
             let mut residuals: Vec<BufferId> = Vec::new();

@@ -6,7 +6,7 @@ pub mod mutate;
 mod node;
 pub mod program;
 pub mod report;
-mod seed;
+mod chain;
 pub mod sharded;
 
 pub use graph::{GraphError, verify_graph};

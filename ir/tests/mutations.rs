@@ -136,7 +136,8 @@ fn damages() -> impl Iterator<Item = Damage> {
     ];
     let rings = [Damage::DropJoin, Damage::OtherTurn, Damage::WrongTurn, Damage::WrongPairs];
     let absent =
-        [&copies[..], &pairs, &rings, &[Damage::HalfGather, Damage::FewerVersions, Damage::StaleParam, Damage::WithoutScratch, Damage::DropCast]].concat();
+        [&copies[..], &pairs, &rings, &[Damage::HalfGather, Damage::FewerVersions, Damage::StaleParam, Damage::WithoutScratch, Damage::DropCast]]
+            .concat();
     Damage::ALL.into_iter().filter(move |d| !absent.contains(d))
 }
 

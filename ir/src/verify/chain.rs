@@ -105,10 +105,7 @@ fn rules(graph: &Graph, node: &Node) -> Vec<Rule> {
         Op::Act(f) => vec![by(Op::ActGrad(*f), &[x(0), bar(0)], &[0])],
         Op::Gated(f) => vec![by(Op::GatedGrad(*f), &[x(0), x(1), bar(0)], &[0, 1])],
         Op::RmsNorm { eps } => {
-            vec![
-                by(Op::RmsNormGradInput { eps: *eps }, &[x(0), x(1), bar(0)], &[0]),
-                by(Op::RmsNormGradWeight { eps: *eps }, &[x(0), bar(0)], &[1]),
-            ]
+            vec![by(Op::RmsNormGradInput { eps: *eps }, &[x(0), x(1), bar(0)], &[0]), by(Op::RmsNormGradWeight { eps: *eps }, &[x(0), bar(0)], &[1])]
         }
         Op::LayerNorm { eps } => {
             vec![
@@ -326,7 +323,9 @@ impl Check<'_> {
         let node = &self.graph.nodes[id];
         let is = |rule: &Rule| match rule {
             Rule::Same(_) => None,
-            Rule::By { op, inputs, targets } => (*op == node.op && inputs.iter().copied().eq(node.inputs.iter().map(|&v| Some(v)))).then_some(*targets),
+            Rule::By { op, inputs, targets } => {
+                (*op == node.op && inputs.iter().copied().eq(node.inputs.iter().map(|&v| Some(v)))).then_some(*targets)
+            }
         };
         self.rules[node.origin].iter().find_map(is)
     }

@@ -153,7 +153,16 @@ fn damage_to_versions_is_rejected() {
         Damage::RepeatCall,
         Damage::WrongMicroBatch,
     ];
-    let mostly = [Damage::DropCopy, Damage::DropZero, Damage::DropCall, Damage::SwapCalls, Damage::EarlyUpdate, Damage::AliasBuffer];
+    let mostly = [
+        Damage::DropCopy,
+        Damage::CopyBackwards,
+        Damage::EarlyCopy,
+        Damage::DropZero,
+        Damage::DropCall,
+        Damage::SwapCalls,
+        Damage::EarlyUpdate,
+        Damage::AliasBuffer,
+    ];
     // Of what is gone before its slot is needed again, one slot less is enough.
     let sometimes = [Damage::FewerSlots];
     for damage in always.into_iter().chain(mostly).chain(sometimes) {

@@ -116,7 +116,6 @@ fn damage_to_offloaded_frames_is_rejected() {
     let kinds = [
         Damage::DropCopy,
         Damage::CopyBackwards,
-        Damage::EarlyCopy,
         Damage::OtherFrame,
         Damage::FewerSlots,
         Damage::NarrowSlots,
@@ -153,16 +152,8 @@ fn damage_to_versions_is_rejected() {
         Damage::RepeatCall,
         Damage::WrongMicroBatch,
     ];
-    let mostly = [
-        Damage::DropCopy,
-        Damage::CopyBackwards,
-        Damage::EarlyCopy,
-        Damage::DropZero,
-        Damage::DropCall,
-        Damage::SwapCalls,
-        Damage::EarlyUpdate,
-        Damage::AliasBuffer,
-    ];
+    let mostly =
+        [Damage::DropCopy, Damage::CopyBackwards, Damage::DropZero, Damage::DropCall, Damage::SwapCalls, Damage::EarlyUpdate, Damage::AliasBuffer];
     // Of what is gone before its slot is needed again, one slot less is enough.
     let sometimes = [Damage::FewerSlots];
     for damage in always.into_iter().chain(mostly).chain(sometimes) {

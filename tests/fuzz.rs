@@ -116,6 +116,7 @@ fn damage_to_offloaded_frames_is_rejected() {
     let kinds = [
         Damage::DropCopy,
         Damage::CopyBackwards,
+        Damage::EarlyCopy,
         Damage::OtherFrame,
         Damage::FewerSlots,
         Damage::NarrowSlots,

@@ -45,13 +45,13 @@ pub struct Options<'a> {
 impl Options<'_> {
     /// The question that a plan answered, without pins and limits but those that say what is computed, on another cluster.
     pub fn again(file: &PlanFile, cluster: impl Into<Cluster>) -> Options<'static> {
-        let Plan { compute, optimizer, clip, .. } = file.plan;
+        let Plan { compute, optimizer, .. } = file.plan;
         Options {
             cluster: cluster.into(),
             batch: file.plan.batch(),
             compute,
             optimizer,
-            clip,
+            clip: file.plan.asked_clip(),
             pins: Pins::that_keep(&file.plan),
             memory_limit: None,
             solver: Solver::Exact,

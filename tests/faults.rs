@@ -146,7 +146,13 @@ fn a_flipped_bit_is_traced_to_its_rank_and_tensor() {
 
 #[test]
 fn steps_run_twice_are_bitwise_equal() {
-    let case = Case::new("replay", "dp=2,tp=2,zero=3", 4, "f32");
+    for pins in ["dp=2,tp=2,zero=3", "dp=4,zero=1,wire=topk:0.1"] {
+        repeated(pins);
+    }
+}
+
+fn repeated(pins: &str) {
+    let case = Case::new("replay", pins, 4, "f32");
     let (whole, ..) = case.run(&[]);
     let (twice, stderr, status) = case.run(&["--replay", "2"]);
     assert_eq!(status, Some(0), "{stderr}");

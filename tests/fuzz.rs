@@ -57,6 +57,9 @@ fn damage_is_rejected_and_rewrites_are_accepted() {
     // Versions of parameters, two of them put by; few compositions have that.
     let stale: Case = "blocks=2 dp=2 count=5 schedule=pipedream cuts=2,3 optimizer=lamb".parse().unwrap();
     outcome.mutate(&stale, 3, &mut Dice::of(2, 0)).unwrap_or_else(|fault| panic!("{stale}: {fault}"));
+    // Pairs on the wire where nothing is offloaded.
+    let pairs: Case = "blocks=2 dp=2 wire=topk:0.2".parse().unwrap();
+    outcome.mutate(&pairs, 3, &mut Dice::of(2, 0)).unwrap_or_else(|fault| panic!("{pairs}: {fault}"));
     // Until every kind came up: some need a plan that few compositions have.
     for number in 0..30 {
         let case = small(2, number);
@@ -151,11 +154,14 @@ fn damage_to_versions_is_rejected() {
         Damage::WrongMicroBatch,
     ];
     let mostly =
-        [Damage::DropCopy, Damage::DropZero, Damage::DropCall, Damage::SwapCalls, Damage::EarlyUpdate, Damage::AliasBuffer, Damage::FewerSlots];
-    for damage in always.into_iter().chain(mostly) {
+        [Damage::DropCopy, Damage::CopyBackwards, Damage::DropZero, Damage::DropCall, Damage::SwapCalls, Damage::EarlyUpdate, Damage::AliasBuffer];
+    // Of what is gone before its slot is needed again, one slot less is enough.
+    let sometimes = [Damage::FewerSlots];
+    for damage in always.into_iter().chain(mostly).chain(sometimes) {
         let mutants = (0..30).filter_map(|pick| damage.apply(&graph, &program, pick * 7919));
         let (rejected, accepted): (Vec<_>, Vec<_>) = mutants.partition(|(p, _)| verify_program(&graph, p).is_err());
-        assert!(rejected.len() > 2 * accepted.len(), "{damage:?}: {} of {} accepted", accepted.len(), rejected.len() + accepted.len());
+        let least = if sometimes.contains(&damage) { 0 } else { 2 * accepted.len() };
+        assert!(rejected.len() > least, "{damage:?}: {} of {} accepted", accepted.len(), rejected.len() + accepted.len());
         assert!(accepted.is_empty() || !always.contains(&damage), "{damage:?} at {} was accepted", accepted[0].1);
         for (mutant, place) in accepted {
             let found = check_program(&case, &graph, &mutant);

@@ -13,7 +13,7 @@ fn staleness_is_said() {
     let (config, plan) = (dir.join("config.json"), plan.to_str().unwrap());
     let explained = dplan_ok(&["explain", plan]);
     assert!(
-        explained.contains("asynchronous: 4 updates a step") && explained.contains("parameters 1, 0 updates old on stages 0 to 1"),
+        explained.contains("asynchronous: 4 updates a step") && explained.contains("parameters up to 1, 0 updates old on stages 0 to 1"),
         "{explained}"
     );
     assert!(!explained.contains("other orders of the passes"), "{explained}");
@@ -23,7 +23,9 @@ fn staleness_is_said() {
         let args = ["compile", config.to_str().unwrap(), "--cluster", "cpu:2", "--batch", "8", "--seq", "8", "--pin", pins, "--json"];
         serde_json::from_str::<Value>(&dplan_ok(&args)).unwrap()
     };
-    assert_eq!(compile("pp=2,schedule=pipedream")["chosen"]["staleness"], serde_json::json!([1, 0]));
+    assert_eq!(compile("pp=2,schedule=pipedream,micro=2")["chosen"]["staleness"], serde_json::json!([1, 0]));
+    // With one micro-batch nothing is in flight beside it.
+    assert_eq!(compile("pp=2,schedule=pipedream,micro=8")["chosen"]["staleness"], serde_json::json!([0, 0]));
     let other = compile("pp=2");
     assert!(other["chosen"].get("staleness").is_none() && other["chosen"]["schedule"] != "pipedream");
     let rows = other["baselines"].as_array().unwrap();
@@ -52,6 +54,68 @@ fn what_it_cannot_have_is_refused_by_name() {
     refused("tied.json", "pp=2,schedule=pipedream", "f32", "one stage where layers share a parameter");
     let clipped = dplan(&["run", plan.to_str().unwrap(), "--steps", "1", "--clip", "1"]);
     assert!(String::from_utf8_lossy(&clipped.stderr).contains("does not clip (schedule pipedream)"));
+    let grads = dir.join("grads.safetensors");
+    let saved = dplan(&["run", plan.to_str().unwrap(), "--steps", "1", "--save-grads", grads.to_str().unwrap()]);
+    assert!(String::from_utf8_lossy(&saved.stderr).contains("none of a step"));
+    // It is not memory that other models and types lack.
+    for (config, precision) in [("tied.json", "f32"), ("config.json", "f16")] {
+        let config = dir.join(config);
+        let args = ["compile", config.to_str().unwrap(), "--cluster", "cpu:2", "--batch", "8", "--seq", "8", "--precision", precision];
+        let said = dplan_ok(&args);
+        assert!(said.contains("PipeDream (stale weights) does not apply"), "{precision}: {said}");
+    }
+    refused("config.json", "pp=2,schedule=pipedream,zero=1", "f32", "no plan is possible");
+}
+
+/// On one stage nothing is stale: a step is so many steps of one micro-batch, which shows in Adam's bias correction if updates are counted otherwise.
+#[test]
+fn one_stage_takes_a_step_for_every_micro_batch() {
+    let dir = scratch("pipedream-steps");
+    let small = |name: &str, pins: &str, batch: &str| {
+        let path = dir.join(name).to_str().unwrap().to_owned();
+        let config = dir.join("config.json");
+        let args = ["compile", config.to_str().unwrap(), "--cluster", "cpu:1", "--batch", batch, "--seq", "8", "--pin", pins, "-o", &path];
+        dplan_ok(&args);
+        path
+    };
+    small_plan(&dir, "pp=2", 2, "f32");
+    let (windows, steps) = (small("windows.json", "schedule=pipedream,micro=1", "4"), small("steps.json", "micro=1", "1"));
+    let run = |plan: &str, steps: &str, more: &[&str]| {
+        let args = [&["run", plan, "--seed", "3", "--lr", "0.01", "--steps", steps, "--json"][..], more].concat();
+        json_lines(&dplan_ok(&args)).into_iter().filter_map(|line| line.get("loss").and_then(Value::as_f64)).collect::<Vec<f64>>()
+    };
+    let (of_windows, of_steps) = (run(&windows, "3", &[]), run(&steps, "12", &["--clip", "1e30"]));
+    let means: Vec<f64> = of_steps[..12].chunks(4).map(|c| c.iter().sum::<f64>() / 4.0).collect();
+    assert!(of_windows[0] > of_windows[2] + 0.01, "{of_windows:?}");
+    for (window, mean) in of_windows.iter().zip(&means) {
+        assert!((window - mean).abs() < 2e-5 * mean, "{of_windows:?} {means:?}");
+    }
+}
+
+/// Another plan for the same run makes as many updates as old, or is refused.
+#[test]
+fn plans_for_fewer_ranks_keep_the_updates() {
+    let dir = scratch("pipedream-elastic");
+    let run = |pins: &str| {
+        let plan = small_plan(&dir, pins, 2, "f32");
+        let args = [
+            "run",
+            plan.to_str().unwrap(),
+            "--steps",
+            "4",
+            "--elastic",
+            "--rehearse",
+            "die:1@2",
+            "--checkpoint",
+            dir.to_str().unwrap(),
+            "--every",
+            "1",
+        ];
+        let output = dplan(&args);
+        (output.status.success(), String::from_utf8_lossy(&output.stderr).into_owned() + &String::from_utf8_lossy(&output.stdout))
+    };
+    let (went_on, said) = run("pp=2,schedule=pipedream,micro=1");
+    assert!(!went_on && said.contains("no plan for 1 devices"), "{said}");
 }
 
 /// Nothing is in flight between steps, and updates are counted one by one: a resumed run goes on as if it had not been interrupted, to the bit.

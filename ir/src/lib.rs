@@ -36,6 +36,7 @@ pub mod program;
 pub mod reshard;
 pub mod ring;
 pub mod rule;
+pub mod segment;
 pub mod sharded;
 pub mod sharding;
 pub mod splitmix;

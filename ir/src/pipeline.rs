@@ -151,6 +151,11 @@ impl Pipeline {
         }
     }
 
+    /// The most updates that a gradient of a stage is behind: a step begins with nothing in flight, and may have fewer micro-batches than the stage runs ahead.
+    pub fn most_stale(&self, stage: u64) -> u64 {
+        self.staleness(stage).min(self.micro_batches.saturating_sub(1))
+    }
+
     /// The passes of a stage, in order. Charts of them are in the tests.
     pub fn turns(&self, stage: u64) -> Vec<Turn> {
         match self.schedule {

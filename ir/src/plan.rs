@@ -437,6 +437,13 @@ impl Plan {
     pub fn stage_of(&self, layer: u32) -> usize {
         self.pipeline().stage_of(self.virtual_stage_of(layer) as u64) as usize
     }
+    /// What a plan for the same question clips where it can: stages that do not wait for each other have no norm to clip by.
+    pub fn asked_clip(&self) -> Clip {
+        match self.schedule.updates() {
+            Updates::Step => self.clip,
+            Updates::MicroBatch => Clip::GlobalNorm,
+        }
+    }
     /// Sequences of one step over all ranks.
     pub fn batch(&self) -> u64 {
         self.dp * self.micro_batch * self.micro_batches

@@ -218,10 +218,10 @@ pub fn rule(op: &Op, in_ranks: &[usize], out_ranks: &[usize]) -> Rule {
         },
         Op::CorrectionGrad => fixed(&["bse"], &["e"], &|l| if l == 'e' { Whole } else { Exact }),
         Op::TopKGateGrad(_) => fixed(&["bse", "bse", "bse"], &["bse"], &|l| if l == 'e' { Whole } else { Exact }),
-        // Who is first of a sequence can only be told of all of it.
-        Op::Capacity { .. } => fixed(&["bse"], &["bse"], &|l| match l {
-            's' => Whole,
-            'b' => Exact,
+        // Who is first of a sequence can only be told of all of it. Letters as in its derivative, which is pointwise.
+        Op::Capacity { .. } => fixed(&["abc"], &["abc"], &|l| match l {
+            'a' => Exact,
+            'b' => Whole,
             _ => Free,
         }),
         Op::Dispatch | Op::CombineGradRows => fixed(&["bsh", "bse"], &["bseh"], &tokens_exact),

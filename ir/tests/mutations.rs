@@ -122,12 +122,22 @@ const FATAL: [Damage; 35] = [
     Damage::OtherUpdates,
 ];
 
-/// All but of copies, more than one version put by, rings, gathers over several axes, short types, exchanges in these and working memory, which these programs have none of: `dplan fuzz --mutate` has them.
+/// All but of copies, more than one version put by, rings, gathers over several axes, short types, exchanges in these, pairs and working memory, which these programs have none of: `dplan fuzz --mutate` has them.
 fn damages() -> impl Iterator<Item = Damage> {
     let copies = [Damage::DropCopy, Damage::CopyBackwards, Damage::EarlyCopy, Damage::OtherFrame, Damage::LessHost, Damage::LessFile];
+    let pairs = [
+        Damage::DropCompress,
+        Damage::RepeatCompress,
+        Damage::OtherResidual,
+        Damage::StaleResidual,
+        Damage::LoseResidual,
+        Damage::ReadResidual,
+        Damage::FewerPairs,
+    ];
     let rings = [Damage::DropJoin, Damage::OtherTurn, Damage::WrongTurn, Damage::WrongPairs];
     let absent =
-        [&copies[..], &rings, &[Damage::HalfGather, Damage::FewerVersions, Damage::StaleParam, Damage::WithoutScratch, Damage::DropCast]].concat();
+        [&copies[..], &pairs, &rings, &[Damage::HalfGather, Damage::FewerVersions, Damage::StaleParam, Damage::WithoutScratch, Damage::DropCast]]
+            .concat();
     Damage::ALL.into_iter().filter(move |d| !absent.contains(d))
 }
 

@@ -1,6 +1,7 @@
 //! Textbook plans, priced under the same model, each at the best of its own degrees, micro-batch and recompute: all but the parameter server are in the space that was
 //! searched, and that is ZeRO-1 with a slower exchange ([`dplan_ir::sync`]), so none is better than the plan (pins of the request apart). Those that offload are in it where one of them is better than all that do not ([`OFFLOADED`]).
 
+use crate::infeasible;
 use crate::memory::state_bytes;
 use crate::menu::{Choice, Menus};
 use crate::objective::{Home, Terms};
@@ -24,6 +25,8 @@ pub struct Baseline {
     pub fits: bool,
     /// Whether its degrees can share out devices, layers and batch at all.
     pub covers: bool,
+    /// Whether it can train such a model, in such a type, at all.
+    pub applies: bool,
     /// Trains on stale weights: printed, and does not count.
     pub asynchronous: bool,
 }
@@ -88,17 +91,19 @@ enum Tried {
     Short,
     /// No degrees of it share out devices, layers and batch.
     Uncovered,
+    /// It trains no such model.
+    Inapplicable,
 }
 
 impl Tried {
     fn best(&self) -> Option<&Best> {
         match self {
             Tried::Found(best) => Some(best),
-            Tried::Short | Tried::Uncovered => None,
+            Tried::Short | Tried::Uncovered | Tried::Inapplicable => None,
         }
     }
     fn row(&self, step: impl FnOnce(&Best) -> u64) -> Row {
-        Row { step: self.best().map(step), covers: !matches!(self, Tried::Uncovered) }
+        Row { step: self.best().map(step), covers: !matches!(self, Tried::Uncovered), applies: !matches!(self, Tried::Inapplicable) }
     }
 }
 
@@ -106,11 +111,17 @@ impl Tried {
 struct Row {
     step: Option<u64>,
     covers: bool,
+    applies: bool,
 }
 
 /// Whether devices, layers and batch can be shared out under these pins.
 fn covers(problem: &Problem, prices: &mut dyn Prices, text: &str) -> bool {
     Pins::parse(text).is_ok_and(|pins| !tuples(prices, problem.devices, problem.batch, &pins).is_empty())
+}
+
+/// Whether layers can run under these pins, however much memory they need.
+fn runs(problem: &Problem, prices: &mut dyn Prices, text: &str) -> bool {
+    Pins::parse(text).is_ok_and(|pins| infeasible::runs(&problem.under(prices, pins), prices))
 }
 
 /// All baselines. `late` says that time is up; what was not finished then counts with the best it had.
@@ -122,12 +133,6 @@ pub fn baselines(problem: &Problem, prices: &mut dyn Prices, node: Node, late: &
     };
     let data = |zero: u8| vec![format!("tp=1,cp=1,ep=1,pp=1,zero={zero}")];
     let stages: Vec<String> = divisors(problem.devices).filter(|&p| p > 1).map(|p| p.to_string()).collect();
-    // Stages that do not wait for each other, each replicated as often as all others.
-    let stale = if stages.is_empty() || problem.types.compute.scales_loss() {
-        vec![]
-    } else {
-        vec![format!("tp=1,cp=1,ep=1,zero=0,schedule=pipedream,pp={}", stages.join("+"))]
-    };
     let pipeline = if stages.is_empty() { vec![] } else { vec![format!("tp=1,cp=1,ep=1,zero=0,schedule=gpipe,pp={}", stages.join("+"))] };
     let widths: Vec<String> = divisors(problem.devices).filter(|&t| t <= MEGATRON_TP.min(node.devices)).map(|t| t.to_string()).collect();
     let megatron: Vec<String> = [0, 1].map(|zero| format!("tp={},cp=1,ep=1,zero={zero},schedule=1f1b", widths.join("+"))).into();
@@ -135,7 +140,6 @@ pub fn baselines(problem: &Problem, prices: &mut dyn Prices, node: Node, late: &
     let systems = [("DDP", data(0)), ("ZeRO-1", data(1)), ("ZeRO-2", data(2)), ("ZeRO-3", data(3)), ("GPipe", pipeline), ("Megatron 3-D", megatron)];
     // Every worker serves an equal part of the parameters.
     let served = best(&["tp=1,cp=1,ep=1,pp=1,zero=1,sync=server".into()]).row(Best::objective);
-    let stale = best(&stale).row(Best::objective);
     let found = systems.each_ref().map(|(_, pins)| best(pins));
     let offloaded = OFFLOADED.map(|system| {
         let mut tried = Tried::Short;
@@ -146,6 +150,14 @@ pub fn baselines(problem: &Problem, prices: &mut dyn Prices, node: Node, late: &
         }
         (system.name, tried)
     });
+    // Stages that do not wait for each other, each replicated as often as all others: not in f16, and not where layers of several stages share a parameter.
+    let unwaiting = |schedule: &str| format!("tp=1,cp=1,ep=1,zero=0,schedule={schedule},pp={}", stages.join("+"));
+    let stale = match best(&if stages.is_empty() { vec![] } else { vec![unwaiting("pipedream")] }) {
+        Tried::Found(_) | Tried::Short if problem.types.compute.scales_loss() => Tried::Inapplicable,
+        Tried::Short if !runs(problem, prices, &unwaiting("pipedream")) && runs(problem, prices, &unwaiting("1f1b")) => Tried::Inapplicable,
+        tried => tried,
+    };
+    let stale = stale.row(Best::objective);
     let mut rows: Vec<(&str, Row)> = systems.iter().zip(&found).map(|((name, _), found)| (*name, found.row(Best::objective))).collect();
     rows.splice(4..4, offloaded.iter().map(|(name, found)| (*name, found.row(Best::objective))));
     let plans = found.iter().chain(offloaded.iter().map(|(_, found)| found)).filter_map(Tried::best);
@@ -157,7 +169,14 @@ pub fn baselines(problem: &Problem, prices: &mut dyn Prices, node: Node, late: &
     rows.push(("parameter server", served));
     rows.insert(0, ("DataParallel", ddp.row(|best| best.objective() + blocking(best, prices))));
     let row = |asynchronous: bool| {
-        move |(name, Row { step, covers }): (&'static str, Row)| Baseline { name, step: step.map(Nanos), fits: step.is_some(), covers, asynchronous }
+        move |(name, Row { step, covers, applies }): (&'static str, Row)| Baseline {
+            name,
+            step: step.map(Nanos),
+            fits: step.is_some(),
+            covers,
+            applies,
+            asynchronous,
+        }
     };
     let rows = rows.into_iter().map(row(false)).chain([("PipeDream", stale)].map(row(true)));
     Comparison { rows: rows.collect(), quickest }

@@ -29,6 +29,8 @@ pub struct Note {
     /// Of one layer: parameters, gradients, optimizer states; and what each micro-batch in flight keeps.
     pub states: Bytes,
     pub frame: Bytes,
+    /// Parameters put by for backward passes: so many versions, of so many bytes each.
+    pub versions: (u64, Bytes),
     /// Of the whole stage.
     pub arena: Bytes,
     /// The best other way that fits.
@@ -143,6 +145,7 @@ impl View<'_> {
             end: Nanos(terms.end),
             states: Bytes(terms.states),
             frame: Bytes(chosen.frame),
+            versions: (self.versions(stage, layer), Bytes(chosen.version)),
             arena: Bytes(self.arena(stage, None)),
             next,
             denied,
@@ -159,6 +162,13 @@ impl View<'_> {
         };
         let stages: Vec<StageTime> = (0..pipeline.stages).map(|s| pipeline.virtual_stages_of(s).map(of_virtual).sum()).collect();
         total(&stages, &pipeline, self.menus.constant)
+    }
+
+    /// How many versions of its parameters a layer's virtual stage puts by.
+    fn versions(&self, stage: usize, layer: usize) -> u64 {
+        let virtual_stages = self.plan.pipeline().virtual_stages_of(stage as u64);
+        let own = virtual_stages.zip(&self.menus.slots[stage]).find(|(c, _)| *c == self.plan.virtual_stage_of(layer as u32) as u64);
+        own.map_or(0, |(_, slots)| slots.versions)
     }
 
     /// Bytes of a stage's arena with one layer changed.

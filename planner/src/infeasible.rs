@@ -43,6 +43,11 @@ pub fn shortage(problem: &Problem, prices: &mut dyn Prices) -> Option<Shortage> 
     best
 }
 
+/// Whether the layers can run at all, however much memory they need.
+pub fn runs(problem: &Problem, prices: &mut dyn Prices) -> bool {
+    tuples(prices, problem.devices, problem.batch, &problem.pins).into_iter().any(|tuple| Menus::new(problem, prices, tuple).is_some())
+}
+
 /// Whether any plan fits.
 pub fn fits(problem: &Problem, prices: &mut dyn Prices) -> bool {
     thrifty(problem, prices).into_iter().any(|tuple| {

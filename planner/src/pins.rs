@@ -165,12 +165,30 @@ impl Pins {
             keys: kept(plan.keys, Keys::Gathered),
             sync: kept(Asked::This(plan.sync), Asked::This(Sync::Flat)),
             nest: kept(plan.nest, Nest::default()),
-            schedule: match plan.schedule.updates() {
-                Updates::Step => Allowed::ANY,
-                Updates::MicroBatch => Allowed::only(vec![plan.schedule]),
-            },
-            ..Pins::default()
+            ..Pins::of_updates(plan)
         }
+    }
+
+    /// What must be pinned for another plan to update parameters when this one does: with updates of micro-batches, their number and how old parameters are.
+    fn of_updates(plan: &Plan) -> Pins {
+        match plan.schedule.updates() {
+            Updates::Step => Pins::default(),
+            Updates::MicroBatch => Pins {
+                schedule: Allowed::only(vec![plan.schedule]),
+                pp: Allowed::only(vec![plan.pp()]),
+                dp: Allowed::only(vec![plan.dp]),
+                micro_batch: Allowed::only(vec![plan.micro_batch]),
+                ..Pins::default()
+            },
+        }
+    }
+
+    /// These pins, and what keeps another plan to what this one computes; schedules that update at other times ask for a plan that computes something else.
+    pub fn like(self, plan: &Plan) -> Pins {
+        let kept = Pins::that_keep(plan);
+        let other = self.schedule.is_pinned() && self.updates() != plan.schedule.updates();
+        let Pins { wire, keys, sync, nest, .. } = kept.clone();
+        self.over(&if other { Pins { wire, keys, sync, nest, ..Pins::default() } } else { kept })
     }
 
     /// Whether nothing is pinned that a planner would choose.

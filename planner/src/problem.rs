@@ -43,7 +43,10 @@ pub struct Problem {
     /// Sequences of a step.
     pub batch: u64,
     pub types: StateTypes,
+    /// What is clipped under the pins.
     pub clip: Clip,
+    /// What is asked to be clipped by plans that can.
+    pub asked_clip: Clip,
     /// The largest arena that a device with most memory can hold, bytes.
     pub budget: u64,
     /// Bytes that devices have less than that, by [`Site::index`].
@@ -70,10 +73,7 @@ impl Problem {
     /// for arena and context of each device together; the device's memory if absent or less.
     pub fn new(prices: &dyn Prices, devices: u64, batch: u64, types: StateTypes, clip: Clip, pins: Pins, memory_limit: Option<u64>) -> Problem {
         let types = StateTypes { wire: pins.wire.unwrap_or_default(), ..types };
-        let clip = match pins.updates() {
-            Updates::Step => clip,
-            Updates::MicroBatch => Clip::None,
-        };
+        let (asked_clip, clip) = (clip, if pins.updates() == Updates::Step { clip } else { Clip::None });
         let most = if types.wire.kept().is_some() { MOST_COMPRESSED } else { 3 };
         let mut kinds: Vec<Kind> = Vec::new();
         let layers = prices.classes().iter().zip(0..).map(|(&class, layer)| {
@@ -91,13 +91,13 @@ impl Problem {
         let rooms: Vec<u64> = Site::all(prices.groups().count()).map(room).collect();
         let budget = rooms.iter().copied().max().unwrap_or(0);
         let less = rooms.iter().map(|room| budget - room).collect();
-        Problem { devices, batch, types, clip, budget, less, pins, layers, kinds }
+        Problem { devices, batch, types, clip, asked_clip, budget, less, pins, layers, kinds }
     }
 
     /// The same question under other pins.
     pub fn under(&self, prices: &dyn Prices, pins: Pins) -> Problem {
-        let Problem { devices, batch, types, clip, budget, ref less, .. } = *self;
-        Problem { budget, less: less.clone(), ..Problem::new(prices, devices, batch, types, clip, pins, None) }
+        let Problem { devices, batch, types, asked_clip, budget, ref less, .. } = *self;
+        Problem { budget, less: less.clone(), ..Problem::new(prices, devices, batch, types, asked_clip, pins, None) }
     }
 
     /// The largest arena that a device of a site can hold.

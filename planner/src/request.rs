@@ -399,7 +399,7 @@ impl<'a> Planner<'a> {
             let Problem { devices, batch, .. } = self.problem;
             return match needs_of_pipelines(&self.prices, devices, batch, &self.problem.pins) {
                 Some(needs) => Refusal::Pipeline { needs, pins },
-                None if self.problem.pins.updates() == Updates::MicroBatch => Refusal::Stale { pins },
+                None if self.is_for_waiting_stages() => Refusal::Stale { pins },
                 None => Refusal::Impossible { pins },
             };
         };
@@ -409,6 +409,12 @@ impl<'a> Planner<'a> {
         let conflicts = infeasible::conflicts(&self.problem, &mut self.prices);
         let limit = Bytes(device_limit(&self.prices, site, self.request.memory_limit.map(|b| b.0)));
         Refusal::Infeasible(Box::new(Infeasible { shortage, limit, devices, conflicts, pins }))
+    }
+
+    /// Whether it is its updates of micro-batches that no layer can run with.
+    fn is_for_waiting_stages(&mut self) -> bool {
+        let waiting = Pins { schedule: Allowed::only(vec![Schedule::OneFOneB]), ..self.problem.pins.clone() };
+        self.problem.pins.updates() == Updates::MicroBatch && infeasible::runs(&self.problem.under(&self.prices, waiting), &mut self.prices)
     }
 
     /// What was found, as a plan.

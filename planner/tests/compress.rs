@@ -161,7 +161,7 @@ fn what_is_wrong_with_pairs_and_residuals_is_noticed_without_running() {
             }
         }
     }
-    assert!(tried.len() == 16 && tried.values().all(|&n| n >= 3), "{} {tried:?}", tried.len());
+    assert!(tried.len() == 17 && tried.values().all(|&n| n >= 3), "{} {tried:?}", tried.len());
 }
 
 #[test]

@@ -149,7 +149,7 @@ fn order_object(schedule: Schedule, found: Option<&(Plan, Prediction)>) -> Value
 
 /// A question about the same model and cluster; gradients are exchanged as in the plan, unless pins say how.
 fn request<'a>(file: &'a PlanFile, classes: &'a [u32], pins: Pins, asked: &Asked) -> Request<'a> {
-    let pins = pins.over(&Pins::that_keep(&file.plan));
+    let pins = pins.like(&file.plan);
     Request {
         graph: &file.graph,
         classes,
@@ -157,7 +157,7 @@ fn request<'a>(file: &'a PlanFile, classes: &'a [u32], pins: Pins, asked: &Asked
         batch: file.plan.batch(),
         compute: file.plan.compute,
         optimizer: file.plan.optimizer,
-        clip: file.plan.clip,
+        clip: file.plan.asked_clip(),
         pins,
         memory_limit: asked.memory_limit,
         deadline: None,
@@ -174,7 +174,8 @@ fn text(file: &PlanFile, note: &Note, chosen: &Prediction) -> String {
     let each = if note.first == note.last { "" } else { " each" };
     let (time, end) = (seconds(note.time.seconds()), seconds(note.end.seconds()));
     let _ = writeln!(out, "; {time} a micro-batch and {end} at the end of the step{each}");
-    let _ = writeln!(out, "  keeps      {} of states, {} for each micro-batch in flight{each}", gib(note.states.0), gib(note.frame.0));
+    let _ =
+        writeln!(out, "  keeps      {} of states, {} for each micro-batch in flight{}{each}", gib(note.states.0), gib(note.frame.0), versions(note));
     let other = |a: &Alternative| {
         let step = (a.step.seconds() - chosen.step.seconds()) * 1e3;
         format!("{} for one of them: step {step:+.3} ms, memory {}", change(file, note, &a.plan), difference(note.arena.0, a.arena.0))
@@ -187,6 +188,14 @@ fn text(file: &PlanFile, note: &Note, chosen: &Prediction) -> String {
         let _ = writeln!(out, "  denied     {}, short of {}", other(denied), gib(denied.short.0));
     }
     out
+}
+
+/// Parameters that are put by, if any are.
+fn versions(note: &Note) -> String {
+    match note.versions {
+        (0, _) | (_, Bytes(0)) => String::new(),
+        (count, each) => format!(", {} for each of {count} versions put by", gib(each.0)),
+    }
 }
 
 /// A note as JSON.
@@ -204,6 +213,10 @@ fn object(file: &PlanFile, note: &Note, chosen: &Prediction) -> Value {
         "states_bytes": note.states.0, "frame_bytes": note.frame.0, "arena_bytes": note.arena.0,
         "next": note.next.as_ref().map(other), "denied": note.denied.as_ref().map(other),
     });
+    if note.versions.0 > 0 {
+        object["versions"] = note.versions.0.into();
+        object["version_bytes"] = note.versions.1.0.into();
+    }
     if let Some(on) = report::devices(file, note.stage as u64) {
         object["on"] = on.into();
     }

@@ -73,7 +73,7 @@ pub fn json(model: &Model, compiled: &Compiled, run: TrainingRun, took: f64) -> 
         "baselines": compiled.baselines.iter().map(|b| {
             let rate = b.step.map(|s| tokens_per_second(compiled, s.seconds()));
             json!({
-                "name": b.name, "step_seconds": b.step.map(|s| s.seconds()), "fits": b.fits, "covers": b.covers, "asynchronous": b.asynchronous,
+                "name": b.name, "step_seconds": b.step.map(|s| s.seconds()), "fits": b.fits, "covers": b.covers, "applies": b.applies, "asynchronous": b.asynchronous,
                 "days": rate.and_then(|r| run.days(r)), "cost_usd": rate.and_then(|r| run.cost(r, file.cluster.devices())),
             })
         }).collect::<Vec<_>>(),
@@ -127,7 +127,7 @@ pub fn chosen(file: &PlanFile) -> Value {
     });
     match plan.schedule.updates() {
         Updates::Step => {}
-        Updates::MicroBatch => chosen["staleness"] = (0..pipeline.stages).map(|stage| pipeline.staleness(stage)).collect(),
+        Updates::MicroBatch => chosen["staleness"] = (0..pipeline.stages).map(|stage| pipeline.most_stale(stage)).collect(),
     }
     chosen
 }
@@ -275,10 +275,10 @@ pub fn staleness(file: &PlanFile) -> Option<String> {
     match file.plan.schedule.updates() {
         Updates::Step => None,
         Updates::MicroBatch => {
-            let of: Vec<String> = (0..pipeline.stages).map(|stage| pipeline.staleness(stage).to_string()).collect();
+            let of: Vec<String> = (0..pipeline.stages).map(|stage| pipeline.most_stale(stage).to_string()).collect();
             let count = pipeline.micro_batches;
             let window = format!("asynchronous: {count} updates a step, each with one micro-batch's gradient, which is not clipped");
-            let staleness = format!("{} updates old on stages 0 to {}", of.join(", "), pipeline.stages - 1);
+            let staleness = format!("up to {} updates old on stages 0 to {}", of.join(", "), pipeline.stages - 1);
             Some(if pipeline.stages == 1 { window } else { format!("{window}; gradients are of parameters {staleness}") })
         }
     }
@@ -313,7 +313,11 @@ fn baselines(compiled: &Compiled, run: TrainingRun) -> String {
     let one = |b: &Baseline| {
         let stale = if b.asynchronous { " (stale weights)" } else { "" };
         let Some(step) = b.step else {
-            let why = if b.covers { "does not fit" } else { "cannot share out the batch" };
+            let why = match (b.applies, b.covers) {
+                (false, _) => "does not apply",
+                (true, true) => "does not fit",
+                (true, false) => "cannot share out the batch",
+            };
             return format!("{}{stale} {why}", b.name);
         };
         let takes = run.text(tokens_per_second(compiled, step.seconds()), compiled.file.cluster.devices());

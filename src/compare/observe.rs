@@ -9,7 +9,7 @@ use crate::profile::{Event, Kind, NameId, Ns, Profile, Rank};
 use dplan_ir::cost::{OpCost, op_cost};
 use dplan_ir::dtype::DType;
 use dplan_ir::entity::BufferId;
-use dplan_ir::program::{Instr, Issue, Pattern, SegmentKind};
+use dplan_ir::program::{Instr, Issue, Pattern, SegmentKind, Space};
 use dplan_planner::cost::comm::{self, Group};
 use dplan_planner::cost::compute::op_time;
 use dplan_planner::machine::{Cluster, Machine};
@@ -245,7 +245,8 @@ fn work(plan: &PlanFile, stage: usize, instr: &Instr, cluster: &Cluster) -> Opti
         }
         Instr::Send { to, src, .. } => Some(Work::Message { from: stage as u64, to: u64::from(*to), bytes: bytes(src) }),
         Instr::Recv { from, dst, .. } => Some(Work::Message { from: u64::from(*from), to: stage as u64, bytes: bytes(dst) }),
-        // The host's link is no part of what is fitted.
+        // Parameters that are put by. The host's link is no part of what is fitted.
+        Instr::Copy { src, dst } if [src, dst].iter().all(|&&b| plan.program.stages[stage].space(b) == Space::Device) => sweep(&[*src, *dst]),
         Instr::Copy { .. } | Instr::ClipScale { .. } | Instr::Record(_) | Instr::Wait(_) => None,
     }
 }

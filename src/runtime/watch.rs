@@ -14,6 +14,9 @@ use super::{Holding, RuntimeError, Session, Which};
 /// The roles of parameters that live from step to step.
 const LIVING: [Role; 4] = [Role::Param, Role::Master, Role::Moment1, Role::Moment2];
 
+/// That of which no rank has what another has.
+const OWN: Role = Role::Residual;
+
 /// A tensor that differs where it should not.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Difference {
@@ -79,7 +82,7 @@ pub struct Image {
 
 impl Image {
     pub fn new(session: &Session) -> Image {
-        let all = LIVING.into_iter().flat_map(|role| session.graph().params.ids().flat_map(move |p| session.holdings_of(role, p, Which::Home)));
+        let all = LIVING.into_iter().chain([OWN]).flat_map(|role| session.graph().params.ids().flat_map(move |p| session.holdings_of(role, p, Which::Home)));
         Image { parts: all.map(|h| (h.clone(), vec![0; h.bytes()])).collect() }
     }
     /// Copies the state.

@@ -6,9 +6,8 @@
 //! 4. *types*: each node keeps its op's type rule, its attributes make sense;
 //! 5. *layers*: numbered without gaps, in order over forward nodes, in reverse over backward nodes; one value crosses from each to the next, forward and backward;
 //! 6. *loss*: a scalar, made by a forward node of the last layer;
-//! 7. *parameters*: pieces of files cover each exactly; gradients and cotangents have the types of what they are gradients of, and each weight gradient is one of a
-//!    parameter that its forward node takes;
-//! 8. *seed*: the divisor of the loss is in every gradient once ([`super::seed`]).
+//! 7. *parameters*: pieces of files cover each exactly; gradients and cotangents have the types of what they are gradients of;
+//! 8. *chain rule*: these are the gradients of the loss ([`super::chain`]). It is asked for where nothing else is wrong.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,9 +17,9 @@ use crate::graph::{Def, Graph, Init, Narrow, Param, Phase, Piece, Type};
 use crate::infer;
 use crate::op::Op;
 use crate::text::Place;
+use crate::verify::chain::{self, ChainFault};
 use crate::verify::node;
 use crate::verify::report::Located;
-use crate::verify::seed::{self, SeedFault};
 
 /// One thing that is wrong with a graph.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -91,12 +90,8 @@ pub enum Problem {
     Pieces,
     #[error("gradient `{grad}` should have its dims, the type {dtype}, and be made by a backward node")]
     Gradient { grad: String, dtype: DType },
-    #[error("gradient `{0}` derives from a node that does not take it")]
-    ForeignGradient(String),
-    #[error("is a weight gradient, so it should be among those of one parameter, once; it is {0} times")]
-    Contribution(usize),
     #[error("{0}")]
-    Seed(SeedFault),
+    Chain(ChainFault),
     #[error("cotangent `{0}` should have its type")]
     Cotangent(String),
     #[error("{table} has {found} rows, not {expected}")]
@@ -133,10 +128,9 @@ pub fn verify_graph(graph: &Graph) -> Vec<GraphError> {
         check.loss();
         check.params();
         check.cotangents();
-        check.contributions();
-        if graph.is_differentiated() {
-            seed::check(graph).into_iter().for_each(|(node, fault)| check.error(Place::Node(node), Problem::Seed(fault)));
-        }
+    }
+    if check.errors.is_empty() && graph.is_differentiated() {
+        chain::check(graph).into_iter().for_each(|(place, fault)| check.error(place, Problem::Chain(fault)));
     }
     check.errors
 }
@@ -444,30 +438,6 @@ impl Check<'_> {
             let dtype = ty.dtype.accumulator();
             if !made || found.dims != ty.dims || found.dtype != dtype {
                 self.error(Place::Param(id), Problem::Gradient { grad: self.name(grad), dtype });
-            }
-        }
-    }
-
-    /// Each weight gradient is accumulated once, for a parameter that its forward node takes.
-    fn contributions(&mut self) {
-        let graph = self.graph;
-        let mut listed: BTreeMap<ValueId, usize> = BTreeMap::new();
-        for (id, &grad) in graph.grads.iter().flat_map(|(id, grads)| grads.iter().map(move |g| (id, g))) {
-            *listed.entry(grad).or_default() += 1;
-            let origin = graph.producer(grad).map(|p| graph.nodes[p].origin);
-            if origin.is_some_and(|o| !graph.nodes[o].inputs.contains(&graph.params[id].value)) {
-                self.error(Place::Param(id), Problem::ForeignGradient(self.name(grad)));
-            }
-        }
-        for (_, node) in graph.nodes.iter().filter(|(_, n)| n.phase == Phase::WeightGrad) {
-            for &value in &node.outputs {
-                // What is no parameter has no gradient that anyone adds up.
-                let is_of = |&v: &ValueId| graph.param_of(v).is_none() && graph.values[v].ty.dims == graph.values[value].ty.dims;
-                let none = graph.nodes[node.origin].inputs.iter().any(is_of);
-                let times = listed.get(&value).copied().unwrap_or(0);
-                if times != 1 && !(times == 0 && none) {
-                    self.error(Place::Value(value), Problem::Contribution(times));
-                }
             }
         }
     }

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use crate::capacity;
 use crate::dropout;
 use crate::entity::ValueId;
-use crate::graph::{Graph, Layout, Node, Phase};
+use crate::graph::{Graph, Layout, Node};
 use crate::op::{Documents, Op, Router};
 
 /// Numbers in the op, against the sizes of its operands.
@@ -38,11 +38,7 @@ pub fn attributes(graph: &Graph, node: &Node) -> Option<String> {
         }
         Op::Capacity { tokens: 0 } => Some("a capacity of 0 tokens drops everything".into()),
         Op::Capacity { .. } => capacity(graph, node),
-        Op::TopKGate(r) => router(r, size(node.inputs[0], 2)),
-        Op::TopKGateGrad(r) => {
-            let origin = &graph.nodes[node.origin];
-            router(r, size(node.inputs[0], 2)).or_else(|| derived(graph, node, &[(0, origin.inputs.first()), (1, origin.outputs.first())]))
-        }
+        Op::TopKGate(r) | Op::TopKGateGrad(r) => router(r, size(node.inputs[0], 2)),
         Op::Append => {
             let (head, tail, whole) = (size(node.inputs[0], 3), size(node.inputs[1], 2), size(node.outputs[0], 3));
             (head.checked_add(tail) != Some(whole)).then(|| format!("{head} and {tail} elements do not make {whole}"))
@@ -54,9 +50,6 @@ pub fn attributes(graph: &Graph, node: &Node) -> Option<String> {
         Op::AddPosition => {
             let (positions, rows) = (size(node.inputs[0], 1), size(node.inputs[1], 0));
             (positions > rows).then(|| format!("{positions} positions, but the table has {rows} rows"))
-        }
-        Op::ActGrad(_) if matches!(graph.nodes[node.origin].op, Op::Capacity { .. }) => {
-            derived(graph, node, &[(0, graph.nodes[node.origin].outputs.first())])
         }
         Op::Dropout { rate } => dropout(graph, node, *rate),
         Op::Einsum(_)
@@ -89,7 +82,7 @@ pub fn attributes(graph: &Graph, node: &Node) -> Option<String> {
     }
 }
 
-/// What is drawn follows from the node that a node derives from and from the places of elements: a backward node takes the cotangent of its origin's result.
+/// What is drawn follows from the node that a node derives from and from the places of elements.
 fn dropout(graph: &Graph, node: &Node, rate: f64) -> Option<String> {
     if !(0.0..1.0).contains(&rate) {
         return Some(format!("rate {rate} should be from 0 to less than 1"));
@@ -97,13 +90,7 @@ fn dropout(graph: &Graph, node: &Node, rate: f64) -> Option<String> {
     if !dropout::has_places(graph, node.inputs[0]) {
         return Some("the first two dims should be the batch and the sequence, of a dense value".into());
     }
-    let origin = &graph.nodes[node.origin];
-    if origin.op != node.op {
-        return Some("drops other elements than the node it derives from".into());
-    }
-    let dropped = origin.outputs.first().and_then(|&y| graph.cotangents.get(y).copied().flatten());
-    let right = node.phase == Phase::Forward || dropped == Some(node.inputs[0]);
-    (!right).then(|| "should take the cotangent of what the node it derives from dropped from".into())
+    None
 }
 
 /// The router's numbers, against how many experts there are.
@@ -119,13 +106,6 @@ fn router(r: &Router, experts: u64) -> Option<String> {
         return Some(format!("k = {} of {from} experts", r.k));
     }
     (!(r.scale.is_finite() && r.scale > 0.0)).then(|| format!("scale {} should be above 0", r.scale))
-}
-
-/// A derivative takes what the node that it derives from took and gave.
-fn derived(graph: &Graph, node: &Node, right: &[(usize, Option<&ValueId>)]) -> Option<String> {
-    let (at, right) = right.iter().find(|(at, right)| node.inputs.get(*at) != *right)?;
-    let name = right.map_or("nothing", |&v| graph.values[v].name.as_str());
-    Some(format!("its operand {at} should be `{name}`, of the node it derives from"))
 }
 
 /// What is limited is what a router chose, of whole sequences.

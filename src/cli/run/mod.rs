@@ -25,6 +25,7 @@ use dplan_ir::dtype::DType;
 use dplan_ir::entity::{ParamId, Table};
 use dplan_ir::graph::Graph;
 use dplan_ir::plan::Clip;
+use dplan_ir::program::Updates;
 use dplan_ir::verify;
 use faults::Planned;
 use settings::{Decay, LrSchedule};
@@ -110,7 +111,7 @@ pub struct Args {
     /// Largest file of a folder that --save writes.
     #[arg(long, default_value = "5GB", value_name = "BYTES", value_parser = args::bytes)]
     shard_size: u64,
-    /// Write the first step's gradients, before clipping, here.
+    /// Write the first step's gradients, before clipping, here. Plans that update behind every micro-batch (schedule pipedream) have none of a step.
     #[arg(long, value_name = "FILE")]
     save_grads: Option<PathBuf>,
     /// Write when every rank ran what in the first 50 steps (after a restart, in the first 50 since), as Chrome trace JSON, for Perfetto, `dplan inspect` and `dplan compare`.
@@ -197,6 +198,12 @@ pub fn run(args: Args) -> Result<Outcome> {
     check(&args)?;
     if file.plan.clip == Clip::None && args.clip.is_some() {
         return Err(anyhow!("--clip: {} does not clip (schedule {}); expected no --clip", args.plan.display(), file.plan.schedule.name()).into());
+    }
+    if file.plan.schedule.updates() == Updates::MicroBatch && args.save_grads.is_some() {
+        let schedule = file.plan.schedule.name();
+        return Err(
+            anyhow!("--save-grads: schedule {schedule} has a gradient of every micro-batch and none of a step; expected no --save-grads").into()
+        );
     }
     if let Err(violations) = verify::verify_program(&file.graph, &file.program) {
         let first = violations.first().map(ToString::to_string).unwrap_or_default();

@@ -1,12 +1,13 @@
 //! Flaws of the graph: what a program takes from it and cannot have wrong by itself.
 //!
 //! A program draws dropout and divides the loss by running nodes. It names no key and no divisor of its own, so a wrong one is a wrong node (which is
-//! [`super::Damage::WrongKey`]) or a wrong graph, and that is drawn here. The same goes for what experts take.
+//! [`super::Damage::WrongKey`]) or a wrong graph, and that is drawn here. The same goes for what experts take, and for the backward pass itself: that it is the
+//! derivative of the forward pass is the graph's to be right about ([`crate::verify::chain`]).
 
 use super::words;
 use crate::entity::{NodeId, ParamId, ValueId};
-use crate::graph::{Graph, Phase};
-use crate::op::Op;
+use crate::graph::{Graph, Node, Phase};
+use crate::op::{Activation, Attention, Op, Rope, Router};
 
 /// Kinds of flaws.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -33,10 +34,20 @@ pub enum Flaw {
     WrongCapacity,
     /// What takes the gate that is left takes the router's, or the other way round.
     OtherGate,
+    /// A backward node computes the derivative of another function.
+    OtherDerivative,
+    /// A derivative is taken at other values.
+    OtherPoint,
+    /// A cotangent lacks the term of one use.
+    DropTerm,
+    /// A cotangent has the term of one use in place of another's.
+    RepeatTerm,
+    /// A cotangent is that of another value.
+    OtherCotangent,
 }
 
 impl Flaw {
-    pub const ALL: [Flaw; 12] = [
+    pub const ALL: [Flaw; 17] = [
         Flaw::WrongKey,
         Flaw::WrongRate,
         Flaw::WrongMask,
@@ -49,6 +60,11 @@ impl Flaw {
         Flaw::RepeatContribution,
         Flaw::WrongCapacity,
         Flaw::OtherGate,
+        Flaw::OtherDerivative,
+        Flaw::OtherPoint,
+        Flaw::DropTerm,
+        Flaw::RepeatTerm,
+        Flaw::OtherCotangent,
     ];
 
     /// In words: `wrong key`.
@@ -130,8 +146,47 @@ impl Flaw {
                 flawed.nodes[node].inputs[at] = if is == gates[0] { gates[1] } else { gates[0] };
                 format!("{node} operand {at}")
             }
+            Flaw::OtherDerivative => {
+                let other = |(id, n): (NodeId, &Node)| (n.phase != Phase::Forward && another(&n.op).is_some()).then_some(id);
+                let node = draw.one(graph.nodes.iter().filter_map(other).collect())?;
+                flawed.nodes[node].op = another(&graph.nodes[node].op)?;
+                node.to_string()
+            }
+            Flaw::OtherPoint => draw.replace(&mut flawed, |phase| phase == Phase::Forward, |phase| phase == Phase::Forward)?,
+            Flaw::DropTerm => {
+                let sum = draw.one(draw.sums())?;
+                let (result, only) = (graph.nodes[sum].outputs[0], graph.nodes[sum].inputs[0]);
+                let taken = flawed.nodes.iter_mut().flat_map(|(_, n)| &mut n.inputs);
+                let named = flawed.cotangents.iter_mut().filter_map(|(_, c)| c.as_mut());
+                taken.chain(named).filter(|v| **v == result).for_each(|v| *v = only);
+                sum.to_string()
+            }
+            Flaw::RepeatTerm => {
+                let sum = draw.one(draw.sums())?;
+                flawed.nodes[sum].inputs[0] = graph.nodes[sum].inputs[1];
+                sum.to_string()
+            }
+            Flaw::OtherCotangent => draw.replace(&mut flawed, |phase| phase != Phase::Forward, |phase| phase != Phase::Forward)?,
         };
         Some((flawed, at))
+    }
+}
+
+/// An op of the same operands and results that computes something else.
+fn another(op: &Op) -> Option<Op> {
+    let off = |eps: f64| 2.0 * eps + 1e-3;
+    match op {
+        Op::ActGrad(f) => Some(Op::ActGrad(if *f == Activation::Relu { Activation::Silu } else { Activation::Relu })),
+        Op::GatedGrad(f) => Some(Op::GatedGrad(if *f == Activation::Relu { Activation::Silu } else { Activation::Relu })),
+        Op::RmsNormGradInput { eps } => Some(Op::RmsNormGradInput { eps: off(*eps) }),
+        Op::RmsNormGradWeight { eps } => Some(Op::RmsNormGradWeight { eps: off(*eps) }),
+        Op::LayerNormGradInput { eps } => Some(Op::LayerNormGradInput { eps: off(*eps) }),
+        Op::LayerNormGradWeight { eps } => Some(Op::LayerNormGradWeight { eps: off(*eps) }),
+        Op::Rope(rope) => Some(Op::Rope(Rope { scale: 2.0 * rope.scale, ..rope.clone() })),
+        Op::AttentionGrad(a) => Some(Op::AttentionGrad(Attention { scale: 2.0 * a.scale, ..*a })),
+        Op::TopKGateGrad(r) => Some(Op::TopKGateGrad(Router { scale: 2.0 * r.scale, ..*r })),
+        Op::Add => Some(Op::Sub),
+        _ => None,
     }
 }
 
@@ -151,6 +206,10 @@ impl Draw<'_> {
     fn dropouts(&self, phase: Phase) -> Vec<NodeId> {
         let is = |n: &crate::graph::Node| n.phase == phase && matches!(n.op, Op::Dropout { .. });
         self.graph.nodes.iter().filter(|(_, n)| is(n)).map(|(id, _)| id).collect()
+    }
+    /// Sums of cotangents.
+    fn sums(&self) -> Vec<NodeId> {
+        self.graph.nodes.iter().filter(|(_, n)| n.phase != Phase::Forward && n.op == Op::Add).map(|(id, _)| id).collect()
     }
     fn capacities(&self) -> Vec<NodeId> {
         self.graph.nodes.iter().filter(|(_, n)| matches!(n.op, Op::Capacity { .. })).map(|(id, _)| id).collect()

@@ -85,7 +85,10 @@ fn no_bound_of_a_family_of_drawn_layers_is_above_one_of_its_tuples() {
         let problem = problem.under(&prices, all_ways(&problem.pins));
         compared.check(&problem, &mut prices, 6, &format!("seed {seed}"));
     }
-    assert!(compared.families > 300 && compared.bounds > 3000 && compared.lower > 100 && compared.menus > 1000 && compared.lower_menus > 100, "{compared:?}");
+    assert!(
+        compared.families > 300 && compared.bounds > 3000 && compared.lower > 100 && compared.menus > 1000 && compared.lower_menus > 100,
+        "{compared:?}"
+    );
 }
 
 /// A cluster of nodes of any size and links of any speed.

@@ -11,15 +11,15 @@
 //! [`crate::capacity`] says ([`fitting`]).
 
 use crate::capacity::{self, Layers};
-use crate::memory::{BucketSize, LayerBytes};
+use crate::memory::{BucketSize, LayerBytes, StateTypes};
 use crate::menu::{Choice, Menus};
-use crate::objective::{Home, LayerSync, StageTime, Terms, repeats};
+use crate::objective::{Home, LayerSync, StageTime, Terms, least_sync, repeats};
 use crate::placement::{Groups, Site, Weighting, weightings};
 use crate::prices::{Floor, Links, Prices, Reference};
 use crate::problem::Problem;
 use crate::search::NEVER;
 use crate::space::Tuple;
-use dplan_ir::mesh::Degrees;
+use dplan_ir::mesh::{Degrees, Mesh};
 use dplan_ir::plan::{Schedule, Store};
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -76,16 +76,23 @@ pub fn floor(problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple) -> u64 {
     spread(problem, tuple, &sites, &least, 0)
 }
 
-/// The same where layers have to fit, as known from a reference.
-pub fn fitting(problem: &Problem, prices: &mut dyn Prices, lives: &mut Lives, tuple: &Tuple, from: Reference) -> u64 {
-    let sites = sites(prices, tuple);
-    let floors: Vec<Vec<Floor>> = sites.iter().map(|&(site, _)| problem.floors(prices, tuple, site, from)).collect();
-    held(problem, prices, lives, tuple, &sites, &floors)
+/// The same where layers have to fit, as known from a reference: of tuples of one family, alike in what the reference knows of them, of which each layer is summed as is
+/// least for each quantity.
+pub fn fitting(problem: &Problem, prices: &mut dyn Prices, lives: &mut Lives, members: &[Tuple], from: Reference) -> u64 {
+    let sites = sites(prices, &members[0]);
+    let floors: Vec<Vec<Floor>> = sites.iter().map(|&(site, _)| problem.floors(prices, &members[0], site, from)).collect();
+    held(problem, prices, lives, members, &sites, &floors)
 }
 
-/// Where the layers of a kind may live, with what that adds: alike for all micro-batches, boundaries and pipelines of some degrees.
+/// One tuple for each way of summing gradients.
+pub fn by_sync(members: &[Tuple]) -> impl Iterator<Item = &Tuple> {
+    members.iter().enumerate().filter(|(at, tuple)| members[..*at].iter().all(|t| t.sync != tuple.sync)).map(|(_, tuple)| tuple)
+}
+
+/// Where the layers of a kind may live, with what that adds: alike for all micro-batches, boundaries and pipelines of some degrees, and for as many ways of summing gradients
+/// from those of the degrees on.
 #[derive(Default)]
-pub struct Lives(BTreeMap<(usize, Site, Degrees), Vec<Known>>);
+pub struct Lives(BTreeMap<(usize, Site, Degrees, usize), Vec<Known>>);
 
 /// Of a floor with these buckets.
 struct Known {
@@ -96,7 +103,7 @@ struct Known {
 impl Lives {
     fn of(
         &mut self,
-        key: (usize, Site, Degrees),
+        key: (usize, Site, Degrees, usize),
         floor: &Floor,
         make: impl FnOnce(&LayerBytes) -> Rc<[(LayerSync, Option<Store>)]>,
     ) -> Rc<[(LayerSync, Option<Store>)]> {
@@ -119,8 +126,10 @@ fn times(floors: &[Floor]) -> Vec<u64> {
 }
 
 /// The objective of layers that take the least of their kinds, the slowest stage no quicker than those of each kind allow that have to fit.
-fn held(problem: &Problem, prices: &dyn Prices, known_lives: &mut Lives, tuple: &Tuple, sites: &[(Site, u64)], floors: &[Vec<Floor>]) -> u64 {
+fn held(problem: &Problem, prices: &dyn Prices, known_lives: &mut Lives, members: &[Tuple], sites: &[(Site, u64)], floors: &[Vec<Floor>]) -> u64 {
+    let tuple = &members[0];
     let (mesh, groups): (_, &Groups) = (tuple.mesh(), prices.groups());
+    let ways: Vec<(Mesh, StateTypes)> = by_sync(members).map(|t| (t.mesh(), t.types(problem.types))).collect();
     let links: &dyn Links = prices;
     let site_of = |stage: u64| {
         let seat = groups.seat(tuple.placement, mesh.ranks(), stage);
@@ -132,10 +141,10 @@ fn held(problem: &Problem, prices: &dyn Prices, known_lives: &mut Lives, tuple: 
     for (at, kind) in problem.kinds.iter().enumerate().filter(|&(at, _)| tuple.schedule.is_plain() && known(at)) {
         let terms = |site| Terms { links, site, mesh: &mesh, types: tuple.types(problem.types), clip: problem.clip, pipeline: tuple.pipeline() };
         let lives = sites.iter().zip(floors).map(|(&(site, _), floors)| {
-            let terms = terms(site);
             // With whole backward passes, what residences there are depends on the degrees.
-            known_lives.of((at, site, tuple.degrees()), &floors[at], |bytes| {
-                kind.residences(tuple).map(|of| (terms.sync(bytes, of.states, Home::Together), of.activations)).collect()
+            known_lives.of((at, site, tuple.degrees(), ways.len()), &floors[at], |bytes| {
+                let ways: Vec<Terms<'_>> = ways.iter().map(|(mesh, types)| Terms { mesh, types: *types, ..terms(site) }).collect();
+                kind.residences(tuple).map(|of| (least_sync(&ways, bytes, of.states, Home::Together), of.activations)).collect()
             })
         });
         let lives: Vec<Rc<[(LayerSync, Option<Store>)]>> = lives.collect();

@@ -174,11 +174,11 @@ fn space(problem: &Problem, prices: &mut dyn Prices) -> BTreeSet<Tuple> {
             let contexts: Vec<u64> =
                 prices.contexts(rest, least_block(pins)).into_iter().filter(|cp| rest.is_multiple_of(*cp) && pins.cp.allows(cp)).collect();
             for (cp, dp) in contexts.into_iter().map(|cp| (cp, rest / cp)).filter(|(_, dp)| pins.dp.allows(dp)) {
-                // A ring is only there where it is asked for, of 2 to 64 ranks; one rank gathers nothing, whatever is asked for.
-                let ways: Vec<Keys> = match pins.keys.values() {
-                    _ if cp == 1 => vec![Keys::Gathered],
-                    None => vec![Keys::Gathered],
-                    Some(asked) => Keys::ALL.into_iter().filter(|k| asked.contains(k) && (*k == Keys::Gathered || cp <= 64)).collect(),
+                // A ring is of 2 to 64 ranks; one rank gathers nothing, whatever is asked for.
+                let asked = pins.keys.values().unwrap_or(&Keys::ALL);
+                let ways: Vec<Keys> = match cp {
+                    1 => vec![Keys::Gathered],
+                    _ => Keys::ALL.into_iter().filter(|k| asked.contains(k) && (*k == Keys::Gathered || cp <= 64)).collect(),
                 };
                 let experts: Vec<u64> = prices.experts(dp).into_iter().filter(|ep| dp.is_multiple_of(*ep) && pins.ep.allows(ep)).collect();
                 for micro_batch in (1..=problem.batch / dp).filter(|&b| problem.batch.is_multiple_of(dp * b) && pins.micro_batch.allows(&b)) {

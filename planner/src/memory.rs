@@ -237,6 +237,10 @@ pub struct Turn {
 }
 
 impl Turn {
+    /// Of each part the less.
+    pub fn least(self, other: Turn) -> Turn {
+        Turn { passes: self.passes.min(other.passes), update: self.update.min(other.update) }
+    }
     /// Bytes, with so large an offloaded frame beside what else the passes have there.
     pub fn bytes(&self, frame: u64) -> u64 {
         (self.passes + workspace_region(frame)).max(self.update)

@@ -3,13 +3,15 @@
 //! Choices depend on the devices, so a kind of layer has a menu on every site where the tuple has stages, a *row*: site by site, on each all kinds in order. On a cluster of
 //! equal devices rows are kinds.
 
-use crate::memory::{LayerBytes, boundary_bytes, scalar_bytes, workspace_region};
-use crate::objective::{Home, LayerSync, LayerTerms, StageTime, Terms, border, share};
+use crate::bound::by_sync;
+use crate::memory::{LayerBytes, StateTypes, boundary_bytes, scalar_bytes, workspace_region};
+use crate::objective::{Home, LayerSync, LayerTerms, StageTime, Terms, border, least_sync, share};
 use crate::options::Halves;
 use crate::placement::{Seat, Site};
 use crate::prices::{Links, Offer, Prices};
 use crate::problem::{Kind, Problem};
 use crate::space::Tuple;
+use dplan_ir::mesh::Mesh;
 use dplan_ir::pipeline::Slots;
 use dplan_ir::plan::{Residence, States};
 use dplan_ir::program::Updates;
@@ -96,13 +98,21 @@ pub struct Menus {
 impl Menus {
     /// The menus of a tuple, or nothing if some layer cannot run in it at all.
     pub fn new(problem: &Problem, prices: &mut dyn Prices, tuple: Tuple) -> Option<Menus> {
+        Menus::least(problem, prices, &[tuple])
+    }
+
+    /// Menus that bound those of some tuples that differ only in how gradients get to their sum: each choice takes of everything the least of any of them. Named by the first, whose
+    /// layers compute as those of all do.
+    pub fn least(problem: &Problem, prices: &mut dyn Prices, members: &[Tuple]) -> Option<Menus> {
+        let tuple = members[0];
         let (pipeline, mesh) = (tuple.pipeline(), tuple.mesh());
+        let ways: Vec<(Mesh, StateTypes)> = by_sync(members).map(|t| (t.mesh(), t.types(problem.types))).collect();
         let groups = prices.groups();
         let seats: Vec<Seat> = (0..tuple.pp).map(|stage| groups.seat(tuple.placement, mesh.ranks(), stage)).collect();
         let sites = groups.sites(tuple.placement, mesh.ranks(), tuple.pp);
         let mut rows = Rows::default();
         for &(site, _) in &sites {
-            rows.add(problem, prices, &tuple, site)?;
+            rows.add(problem, prices, &tuple, site, &ways)?;
         }
         let shape = tuple.shape(sites[0].0);
         let sizes = prices.boundary_bytes(shape);
@@ -119,14 +129,16 @@ impl Menus {
         };
         let messages = (0..pipeline.all_virtual() - 1).map(message).collect();
         let Rows { offers, halves, choices } = rows;
+        let terms = |(mesh, types): &(Mesh, StateTypes)| {
+            Terms { links, site: sites[0].0, mesh, types: *types, clip: problem.clip, pipeline }.constant(tuple.pp)
+        };
         Some(Menus {
             tied: offers[..problem.kinds.len()].iter().map(|o| o.iter().any(|o| o.tie.is_some())).collect(),
             site_of: seats.iter().map(|seat| sites.iter().position(|(site, _)| *site == seat.site).unwrap_or(0)).collect(),
             less: seats.iter().map(|seat| problem.less[seat.site.index()]).collect(),
             slots: (0..tuple.pp).map(|stage| pipeline.slots(stage)).collect(),
             boundary: distinct.last().copied().unwrap_or(0),
-            constant: Terms { links, site: sites[0].0, mesh: &mesh, types: tuple.types(problem.types), clip: problem.clip, pipeline }
-                .constant(tuple.pp),
+            constant: ways.iter().map(terms).min().unwrap_or(0),
             tuple,
             sites,
             offers,
@@ -207,9 +219,9 @@ struct Rows {
 }
 
 impl Rows {
-    /// Adds the menus of all kinds on a site; nothing if some layer cannot run there.
-    fn add(&mut self, problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple, site: Site) -> Option<()> {
-        let (shape, pipeline, mesh) = (tuple.shape(site), tuple.pipeline(), tuple.mesh());
+    /// Adds the menus of all kinds on a site, where gradients get to their sum in any of these ways; nothing if some layer cannot run there.
+    fn add(&mut self, problem: &Problem, prices: &mut dyn Prices, tuple: &Tuple, site: Site, ways: &[(Mesh, StateTypes)]) -> Option<()> {
+        let (shape, pipeline) = (tuple.shape(site), tuple.pipeline());
         let parted = pipeline.parts_backward();
         let mut offers = Vec::new();
         for kind in &problem.kinds {
@@ -229,7 +241,9 @@ impl Rows {
         if parted && halves.iter().zip(&offers).any(|(h, o)| h.len() != o.len()) {
             return None;
         }
-        let terms = Terms { links: &*prices, site, mesh: &mesh, types: tuple.types(problem.types), clip: problem.clip, pipeline };
+        let links: &dyn Links = prices;
+        let terms: Vec<Terms<'_>> =
+            ways.iter().map(|(mesh, types)| Terms { links, site, mesh, types: *types, clip: problem.clip, pipeline }).collect();
         for ((kind, offers), halves) in problem.kinds.iter().zip(&offers).zip(&halves) {
             let menu = menu(kind, tuple, &terms, offers, halves);
             if menu.is_empty() {
@@ -244,7 +258,8 @@ impl Rows {
 }
 
 /// The choices of a kind of layer.
-fn menu(kind: &Kind, tuple: &Tuple, terms: &Terms<'_>, offers: &[Offer], halves: &[Halves]) -> Vec<Choice> {
+fn menu(kind: &Kind, tuple: &Tuple, ways: &[Terms<'_>], offers: &[Offer], halves: &[Halves]) -> Vec<Choice> {
+    let terms = &ways[0];
     let (pipeline, mesh, types) = (tuple.pipeline(), terms.mesh, terms.types);
     let all: Vec<Residence> = kind.residences(tuple).collect();
     // Many options have the same buckets.
@@ -257,8 +272,8 @@ fn menu(kind: &Kind, tuple: &Tuple, terms: &Terms<'_>, offers: &[Offer], halves:
         let bytes = &offer.option.bytes;
         let known = syncs.iter().position(|(o, _)| o.option.bytes.buckets == bytes.buckets).unwrap_or_else(|| {
             let by_states = all.iter().map(|&Residence { states, .. }| {
-                let together = terms.sync(bytes, states, Home::Together);
-                let of = |home| if bytes.buckets.iter().any(|b| b.tied) { terms.sync(bytes, states, home) } else { together };
+                let together = least_sync(ways, bytes, states, Home::Together);
+                let of = |home| if bytes.buckets.iter().any(|b| b.tied) { least_sync(ways, bytes, states, home) } else { together };
                 [together, of(Home::Repeated), of(Home::Apart)]
             });
             syncs.push((offer, by_states.collect()));

@@ -199,6 +199,7 @@ impl Prices for Model<'_> {
     }
 
     fn floor(&mut self, class: u32, shape: Shape, from: Reference, recompute: &[Recompute]) -> Floor {
+        let shape = shape.uncut();
         let (reference, ways) = match from {
             Reference::Rank => (Shape { tp: 1, cp: 1, boundary: None, padding: 0, keys: Keys::Gathered, nested: None, ..shape }, shape.cp * shape.tp),
             // Experts and tensors lie where they are nested: on quicker links, perhaps, than usual.

@@ -154,6 +154,12 @@ pub struct Terms<'a> {
     pub pipeline: Pipeline,
 }
 
+/// What a layer with these buckets takes at least, however its gradients get to their sum: all of these are alike but for that, and at least one.
+pub fn least_sync(ways: &[Terms<'_>], bytes: &LayerBytes, states: States, home: Home) -> LayerSync {
+    let (first, others) = ways.split_first().expect("a way of summing gradients");
+    others.iter().fold(first.sync(bytes, states, home), |least, terms| least.least(terms.sync(bytes, states, home)))
+}
+
 /// How the homes of a tied parameter lie, as seen from one of them.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Home {
@@ -237,7 +243,39 @@ impl Traffic {
     }
 }
 
+impl Traffic {
+    /// Of each quantity the less.
+    fn least(self, other: Traffic) -> Traffic {
+        let Traffic { gather, reduce, rest, late, add, update, trust, copy, fetch, carry } = other;
+        Traffic {
+            gather: self.gather.min(gather),
+            reduce: self.reduce.min(reduce),
+            rest: self.rest.min(rest),
+            late: self.late.min(late),
+            add: self.add.min(add),
+            update: self.update.min(update),
+            trust: self.trust.min(trust),
+            copy: self.copy.min(copy),
+            fetch: self.fetch.min(fetch),
+            carry: self.carry.min(carry),
+        }
+    }
+}
+
 impl LayerSync {
+    /// Of each quantity the less: what two ways of summing the same buckets' gradients both take at least, since times and bytes of a layer rise with every quantity.
+    pub fn least(self, other: LayerSync) -> LayerSync {
+        let (every, once) = (self.every.least(other.every), self.once.least(other.once));
+        LayerSync {
+            every,
+            once,
+            states: self.states.min(other.states),
+            turn: self.turn.least(other.turn),
+            stash: self.stash.min(other.stash),
+            ..self
+        }
+    }
+
     /// What a layer with these buckets adds, if its passes take so long.
     pub fn terms(&self, forward: Nanos, backward: Nanos) -> LayerTerms {
         let (f, b, every) = (forward.0, backward.0, &self.every);

@@ -139,7 +139,7 @@ pub struct Pins {
     pub zero: PerLayer<Zero>,
     pub offload: PerLayer<Away>,
     pub recompute: PerLayer<Recompute>,
-    /// How context-parallel ranks get at each other's keys and values; a ring is searched only where it is asked for.
+    /// How context-parallel ranks get at each other's keys and values.
     pub keys: Allowed<Keys>,
     /// What gradients are exchanged in; it changes numbers, so it is no choice of the planner's, and full where nothing is said.
     pub wire: Option<Wire>,
@@ -162,7 +162,6 @@ impl Pins {
         }
         Pins {
             wire: plan.wire.is_lossy().then_some(plan.wire),
-            keys: kept(plan.keys, Keys::Gathered),
             sync: kept(Asked::This(plan.sync), Asked::This(Sync::Flat)),
             nest: kept(plan.nest, Nest::default()),
             ..Pins::of_updates(plan)
@@ -187,13 +186,13 @@ impl Pins {
     pub fn like(self, plan: &Plan) -> Pins {
         let kept = Pins::that_keep(plan);
         let other = self.schedule.is_pinned() && self.updates() != plan.schedule.updates();
-        let Pins { wire, keys, sync, nest, .. } = kept.clone();
-        self.over(&if other { Pins { wire, keys, sync, nest, ..Pins::default() } } else { kept })
+        let Pins { wire, sync, nest, .. } = kept.clone();
+        self.over(&if other { Pins { wire, sync, nest, ..Pins::default() } } else { kept })
     }
 
     /// Whether nothing is pinned that a planner would choose.
     pub fn leave_all_choices(&self) -> bool {
-        Pins { wire: None, keys: Allowed::ANY, sync: Allowed::ANY, nest: Allowed::ANY, ..self.clone() } == Pins::default()
+        Pins { wire: None, sync: Allowed::ANY, nest: Allowed::ANY, ..self.clone() } == Pins::default()
     }
 
     /// These, and `others` of what these do not pin.

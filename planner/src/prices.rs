@@ -46,6 +46,14 @@ impl Shape {
     }
 }
 
+impl Shape {
+    /// The same where one collective sums gradients: data parallelism cut up for several is no other neighbourhood for what a layer computes.
+    pub fn uncut(self) -> Shape {
+        let nested = self.nested.filter(|(nest, ..)| *nest != Nest::default());
+        Shape { nested: nested.map(|(nest, _, dp)| (nest, Sync::Flat, dp)), ..self }
+    }
+}
+
 /// An option as the search sees it.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Offer {
@@ -54,12 +62,12 @@ pub struct Offer {
     pub tie: Option<Sharding>,
 }
 
-/// The shape that bounds others.
+/// The shape that bounds others, however gradients get to their sum.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Reference {
-    /// One rank, whatever boundary and padding: there are few of these.
+    /// One rank, whatever boundary, padding and way of keys: there are few of these.
     Rank,
-    /// Whole sequences, of which there are so many: a multiple of the micro-batch.
+    /// Whole sequences, whatever way keys take, of which there are so many: a multiple of the micro-batch.
     Whole { sequences: u64 },
     /// So many sequences, as much in parts as in the shape.
     Same { sequences: u64 },

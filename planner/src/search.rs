@@ -5,6 +5,10 @@
 //! whose rounding is a plan that lowers the incumbent. Exact searches come last, below values between the bound and the incumbent if they have to ([`Attempt`]): where such a
 //! search finds nothing, that value is the tuple's next bound. Pipelines that run all forward passes
 //! first (`gpipe`) cost the same as their one-forward-one-backward twin under the objective and need no less memory, so they are closed with it.
+//!
+//! Tuples of a *family* ([`Tuple::family`]) are bounded together as long as they can be: those that differ in how keys travel until more than whole sequences is looked at, those
+//! that differ in how gradients get to their sum until a bound by menus, in which each layer is summed as is least for each quantity, no longer closes them all. Only then each has
+//! bounds of its own. What closes several closes each of them, for no bound of several is above that of one.
 
 use crate::bound::{self, Lives};
 use crate::expansion::Effort;
@@ -14,8 +18,10 @@ use crate::problem::Problem;
 use crate::space::{Tuple, least_common_multiple, tuples};
 use crate::stages::{Solution, Stages};
 use dplan_ir::plan::Schedule;
+use dplan_ir::sync::Sync;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
+use std::ops::Range;
 
 /// Larger than any objective, small enough to add to.
 pub const NEVER: u64 = u64::MAX / 4;
@@ -106,6 +112,22 @@ pub struct Outcome {
 /// Menus of a tuple, one for each way of the tied parameter, with their bounds.
 type Priced = Vec<(u64, Menus)>;
 
+/// Tuples of one family that are looked at together: so many, from a place in the space on.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Span {
+    at: usize,
+    count: usize,
+}
+
+impl Span {
+    fn places(self) -> Range<usize> {
+        self.at..self.at + self.count
+    }
+}
+
+/// What no plan of some tuples is below, by what that is known, and which.
+type Entry = (u64, Level, Span);
+
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Level {
     /// By one rank's least times alone.
@@ -118,6 +140,8 @@ enum Level {
     Same,
     /// By its own sketch.
     Own,
+    /// By menus of several, of which it is one.
+    Apart,
     /// By its menus.
     Priced,
     /// By the relaxation of its stages, and by exact searches so far.
@@ -160,18 +184,19 @@ pub fn explore(problem: &Problem, prices: &mut dyn Prices, late: &dyn Fn() -> bo
 pub fn explore_below(problem: &Problem, prices: &mut dyn Prices, cut: u64, late: &dyn Fn() -> bool) -> Outcome {
     let space = tuples(prices, problem.devices, problem.batch, &problem.pins);
     let mut how: Vec<Option<How>> = vec![None; space.len()];
-    let mut queue = BinaryHeap::new();
+    let mut queue: BinaryHeap<Reverse<Entry>> = BinaryHeap::new();
     // One rank knows neither boundary nor padding.
     let one = |tuple: &Tuple| Tuple { boundary: None, padding: 0, ..*tuple };
     let mut floors: BTreeMap<Tuple, u64> = BTreeMap::new();
-    for (at, tuple) in space.iter().enumerate() {
+    for family in parts(&space, Span { at: 0, count: space.len() }, Tuple::family) {
+        let tuple = &space[family.at];
         let twin = Tuple { schedule: Schedule::OneFOneB, ..*tuple };
         match space.binary_search(&twin) {
-            Ok(twin) if tuple.schedule == Schedule::GPipe => how[at] = Some(How::Twin(twin)),
-            _ if bound::is_crowded(problem, prices, tuple) => how[at] = Some(How::Crowded),
+            Ok(twin) if tuple.schedule == Schedule::GPipe => family.places().zip(twin..).for_each(|(at, twin)| how[at] = Some(How::Twin(twin))),
+            _ if bound::is_crowded(problem, prices, tuple) => how[family.places()].fill(Some(How::Crowded)),
             _ => {
                 let floor = *floors.entry(one(tuple)).or_insert_with_key(|one| bound::floor(problem, prices, one));
-                queue.push(Reverse((floor, Level::Quick, at)));
+                queue.push(Reverse((floor, Level::Quick, family)));
             }
         }
     }
@@ -183,24 +208,39 @@ pub fn explore_below(problem: &Problem, prices: &mut dyn Prices, cut: u64, late:
     let mut open: Vec<(u64, usize)> = Vec::new();
     let (mut by_rank, mut lives) = (BTreeMap::new(), Lives::default());
     // Out of time without a plan, tuples are followed to their ends one by one: an answer needs some plan.
-    let mut dive: Option<Reverse<(u64, Level, usize)>> = None;
+    let mut dive: Option<Reverse<Entry>> = None;
     loop {
         // A dive ends with a plan, or where there is none.
         queue.extend(dive.take_if(|Reverse((bound, ..))| best.is_some() || *bound >= objective));
-        let Some(Reverse((bound, level, at))) = dive.take().or_else(|| queue.pop()) else { break };
+        let Some(Reverse((bound, level, span))) = dive.take().or_else(|| queue.pop()) else { break };
         let is_late = late();
         // Out of time, any plan will do, and none is asked for below a cut.
         if bound >= objective || is_late && objective < NEVER {
             lower_bound = (bound < objective).then_some(bound);
-            queue.push(Reverse((bound, level, at)));
+            queue.push(Reverse((bound, level, span)));
             break;
         }
+        // What is next known of them differs: each part is followed by itself, in a dive one after the other.
+        let apart = match level {
+            Level::Whole => parts(&space, span, |t| Tuple { sync: Sync::Flat, ..*t }),
+            Level::Priced => parts(&space, span, |t| *t),
+            Level::Quick | Level::Rank | Level::Same | Level::Own | Level::Apart | Level::Solved(_) => vec![span],
+        };
+        if apart.len() > 1 {
+            let level = if level == Level::Priced { Level::Apart } else { level };
+            let mut entries = apart.into_iter().map(|part| Reverse((bound, level, part)));
+            dive = if is_late { entries.next() } else { None };
+            queue.extend(entries);
+            continue;
+        }
+        let (at, members) = (span.at, &space[span.places()]);
         let mut go_on = |entry| if is_late { dive = Some(Reverse(entry)) } else { queue.push(Reverse(entry)) };
         match level {
             Level::Quick => {
-                let of = |one: &Tuple| bound::fitting(problem, prices, &mut lives, one, Reference::Rank);
-                let fitting = *by_rank.entry(one(&space[at])).or_insert_with_key(of);
-                go_on((fitting.max(bound), Level::Rank, at));
+                let members: Vec<Tuple> = members.iter().map(one).collect();
+                let known = by_rank.entry((members[0], span.count));
+                let fitting = *known.or_insert_with(|| bound::fitting(problem, prices, &mut lives, &members, Reference::Rank));
+                go_on((fitting.max(bound), Level::Rank, span));
             }
             Level::Rank | Level::Whole | Level::Same => {
                 let sequences = trend_batches[&space[at].tp];
@@ -209,16 +249,23 @@ pub fn explore_below(problem: &Problem, prices: &mut dyn Prices, cut: u64, late:
                     Level::Whole => (Reference::Same { sequences }, Level::Same),
                     _ => (Reference::own(&space[at]), Level::Own),
                 };
-                go_on((bound::fitting(problem, prices, &mut lives, &space[at], from).max(bound), next, at));
+                go_on((bound::fitting(problem, prices, &mut lives, members, from).max(bound), next, span));
             }
-            Level::Own => match price(problem, prices, space[at], bound).first() {
-                None => how[at] = Some(How::Impossible),
-                Some(&(bound, _)) => go_on((bound, Level::Priced, at)),
+            Level::Apart => match bound::fitting(problem, prices, &mut lives, members, Reference::own(&space[at])) {
+                trend if trend >= objective => how[at] = Some(How::Trend(trend)),
+                _ => match price(problem, prices, members, bound).first() {
+                    None => how[at] = Some(How::Impossible),
+                    Some(&(bound, _)) => go_on((bound, Level::Priced, span)),
+                },
+            },
+            Level::Own => match price(problem, prices, members, bound).first() {
+                None => how[span.places()].fill(Some(How::Impossible)),
+                Some(&(bound, _)) => go_on((bound, Level::Priced, span)),
             },
             Level::Priced => {
                 // Menus are made again: most are never asked for, and all together are large.
                 let mut least = NEVER;
-                for (priced, menus) in price(problem, prices, space[at], bound) {
+                for (priced, menus) in price(problem, prices, members, bound) {
                     // A plan is expected near its bound; what lies further up can wait for an incumbent.
                     let near = objective.min(priced.saturating_mul(2));
                     let rounded = Stages::new(&menus, &problem.layers, problem.budget).rounded(near);
@@ -228,11 +275,11 @@ pub fn explore_below(problem: &Problem, prices: &mut dyn Prices, cut: u64, late:
                         best = Some((at, Found { menus, solution }));
                     }
                 }
-                go_on((least, Level::Solved(Attempt::default()), at));
+                go_on((least, Level::Solved(Attempt::default()), span));
             }
             Level::Solved(attempt) => {
                 let (mut least, mut complete) = (NEVER, true);
-                for (priced, menus) in price(problem, prices, space[at], 0) {
+                for (priced, menus) in price(problem, prices, members, 0) {
                     if priced >= objective {
                         break;
                     }
@@ -250,11 +297,11 @@ pub fn explore_below(problem: &Problem, prices: &mut dyn Prices, cut: u64, late:
                 least = least.max(bound);
                 let next = if complete { Some(attempt.after_success()) } else { attempt.after_failure() };
                 match next {
-                    Some(next) if least < objective => go_on((least, Level::Solved(next), at)),
+                    Some(next) if least < objective => go_on((least, Level::Solved(next), span)),
                     Some(_) => how[at] = Some(How::Nothing(objective)),
                     None => {
                         // An honest gap.
-                        for (priced, menus) in price(problem, prices, space[at], 0) {
+                        for (priced, menus) in price(problem, prices, members, 0) {
                             if priced >= objective {
                                 break;
                             }
@@ -277,14 +324,14 @@ pub fn explore_below(problem: &Problem, prices: &mut dyn Prices, cut: u64, late:
         }
     }
     let proved = lower_bound.is_none();
-    for Reverse((bound, level, at)) in queue {
-        how[at] = Some(match level {
+    for Reverse((bound, level, span)) in queue {
+        how[span.places()].fill(Some(match level {
             _ if bound < objective => How::Open(bound),
             Level::Quick | Level::Rank => How::Floor(bound),
             Level::Whole | Level::Same | Level::Own => How::Trend(bound),
-            Level::Priced => How::Bound(bound),
+            Level::Apart | Level::Priced => How::Bound(bound),
             Level::Solved(_) => How::Nothing(objective),
-        });
+        }));
     }
     if let Some((at, _)) = best
         && matches!(how[at], Some(How::Nothing(_)))
@@ -299,9 +346,19 @@ pub fn explore_below(problem: &Problem, prices: &mut dyn Prices, cut: u64, late:
     Outcome { best: best.map(|(_, found)| found), closed, statistics }
 }
 
-/// The menus of a tuple with what no plan of theirs can beat, the most promising first; none if some layer cannot run in it.
-fn price(problem: &Problem, prices: &mut dyn Prices, tuple: Tuple, least: u64) -> Priced {
-    let all = Menus::new(problem, prices, tuple).map_or_else(Vec::new, |menus| menus.by_tie());
+/// The parts of a span that are alike in this.
+fn parts(space: &[Tuple], span: Span, alike: impl Fn(&Tuple) -> Tuple) -> Vec<Span> {
+    let mut at = span.at;
+    let part = |part: &[Tuple]| {
+        at += part.len();
+        Span { at: at - part.len(), count: part.len() }
+    };
+    space[span.places()].chunk_by(|a, b| alike(a) == alike(b)).map(part).collect()
+}
+
+/// The menus of a tuple, or what bounds those of several, with what no plan of theirs can beat, the most promising first; none if some layer cannot run in it.
+fn price(problem: &Problem, prices: &mut dyn Prices, members: &[Tuple], least: u64) -> Priced {
+    let all = Menus::least(problem, prices, members).map_or_else(Vec::new, |menus| menus.by_tie());
     let mut priced: Priced = all.into_iter().map(|m| (bound::priced(&m, &problem.layers).max(least), m)).collect();
     priced.sort_by_key(|(bound, _)| *bound);
     priced

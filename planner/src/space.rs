@@ -48,15 +48,19 @@ pub struct Tuple {
     pub padding: u32,
     /// Which group of devices has which stages.
     pub placement: Placement,
+    /// Which degrees lie on which links.
+    pub nest: Nest,
     /// How context-parallel ranks get at each other's keys and values.
     pub keys: Keys,
     /// How gradients get to their sum.
     pub sync: Sync,
-    /// Which degrees lie on which links.
-    pub nest: Nest,
 }
 
 impl Tuple {
+    /// All of it but how keys and gradients travel: tuples alike in this are a *family*, and lie together in the order of tuples.
+    pub fn family(&self) -> Tuple {
+        Tuple { keys: Keys::Gathered, sync: Sync::Flat, ..*self }
+    }
     /// On stages at a site.
     pub fn shape(&self, site: Site) -> Shape {
         let &Tuple { tp, cp, ep, dp, micro_batch, boundary, padding, keys, sync, nest, .. } = self;
@@ -127,9 +131,9 @@ pub fn tuples(prices: &mut dyn Prices, devices: u64, batch: u64, pins: &Pins) ->
                             boundary,
                             padding,
                             placement,
+                            nest,
                             keys,
                             sync,
-                            nest,
                         };
                         all.extend(placements.iter().flat_map(|p| laid.iter().map(move |l| (p, l))).map(tuple));
                     }
@@ -260,12 +264,12 @@ pub fn layouts(prices: &dyn Prices, devices: u64, pins: &Pins) -> Vec<(Degrees, 
     all
 }
 
-/// How so many context-parallel ranks may get at each other's keys under these pins: by gathering them, unless a ring is pinned, which has a bit for each rank.
+/// How so many context-parallel ranks may get at each other's keys under these pins: a ring has a bit for each rank.
 fn ways(cp: u64, pins: &Pins) -> impl Iterator<Item = Keys> + use<> {
     let pinned = pins.keys.clone();
     Keys::ALL.into_iter().filter(move |keys| match keys {
         Keys::Gathered => pinned.allows(&Keys::Gathered) || cp == 1,
-        Keys::Ring => (2..=Ring::MOST).contains(&cp) && pinned.is_pinned() && pinned.allows(&Keys::Ring),
+        Keys::Ring => (2..=Ring::MOST).contains(&cp) && pinned.allows(&Keys::Ring),
     })
 }
 

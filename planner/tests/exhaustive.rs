@@ -21,15 +21,15 @@ use enumeration::enumerate;
 use std::cell::Cell;
 use std::collections::BTreeMap;
 
-const DIMENSIONS: [&str; 14] =
-    ["dp", "tp", "cp", "ep", "pp", "micro", "schedule", "boundary", "zero", "offload", "activations", "recompute", "tie", "groups"];
+const DIMENSIONS: [&str; 15] =
+    ["dp", "tp", "cp", "ep", "pp", "micro", "schedule", "boundary", "keys", "zero", "offload", "activations", "recompute", "tie", "groups"];
 
 /// The dimensions in which an instance leaves a choice.
 fn open_dimensions(problem: &Problem, prices: &mut Drawn) -> Vec<&'static str> {
     let space = tuples(prices, problem.devices, problem.batch, &problem.pins);
     let differs = |of: &dyn Fn(&Tuple) -> u64| space.iter().any(|t| of(t) != of(&space[0]));
     let mut open = Vec::new();
-    let global: [(&str, &dyn Fn(&Tuple) -> u64); 8] = [
+    let global: [(&str, &dyn Fn(&Tuple) -> u64); 9] = [
         ("dp", &|t| t.dp),
         ("tp", &|t| t.tp),
         ("cp", &|t| t.cp),
@@ -38,6 +38,7 @@ fn open_dimensions(problem: &Problem, prices: &mut Drawn) -> Vec<&'static str> {
         ("micro", &|t| t.micro_batch),
         ("schedule", &|t| t.schedule as u64),
         ("boundary", &|t| u64::from(t.boundary.is_some())),
+        ("keys", &|t| t.keys as u64),
     ];
     open.extend(global.iter().filter(|(_, of)| differs(*of)).map(|(name, _)| *name));
     let shared = space.iter().any(|t| t.dp * t.cp > 1);
@@ -311,7 +312,7 @@ fn the_certificate_is_checked_by_other_code_and_damage_is_found() {
                 &problem,
                 &mut prices,
                 &mut Lives::default(),
-                &tuple,
+                &[tuple],
                 Reference::Rank,
             ));
             closed[at].how = How::Floor(objective);

@@ -82,7 +82,10 @@ pub struct Image {
 
 impl Image {
     pub fn new(session: &Session) -> Image {
-        let all = LIVING.into_iter().chain([OWN]).flat_map(|role| session.graph().params.ids().flat_map(move |p| session.holdings_of(role, p, Which::Home)));
+        let all = LIVING
+            .into_iter()
+            .chain([OWN])
+            .flat_map(|role| session.graph().params.ids().flat_map(move |p| session.holdings_of(role, p, Which::Home)));
         Image { parts: all.map(|h| (h.clone(), vec![0; h.bytes()])).collect() }
     }
     /// Copies the state.

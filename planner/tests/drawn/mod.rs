@@ -226,9 +226,8 @@ impl Prices for Drawn {
                 u64::from(shape.boundary.is_some()),
                 u64::from(shape.padding) + 1000 * u64::from(shape.keys == Keys::Ring),
             ];
-            let nested = shape
-                .nested
-                .map(|(nest, sync, dp)| [dp + 100 * sync.far(dp).iter().sum::<u64>(), Nest::all().iter().position(|n| *n == nest).unwrap() as u64]);
+            // What layers compute does not ask how their gradients get to a sum.
+            let nested = shape.uncut().nested.map(|(nest, _, dp)| [dp, Nest::all().iter().position(|n| *n == nest).unwrap() as u64]);
             let code = code.iter().chain(nested.iter().flatten());
             let mut dice = Dice(code.fold(seed, |s, c| Dice(s ^ c.wrapping_mul(0x1234_5678_9abc_def1)).next()));
             if dice.one_in(25) {
@@ -275,14 +274,17 @@ impl Prices for Drawn {
             Reference::Whole { .. } => (3, 4),
             Reference::Same { .. } => (9, 10),
         };
-        // One rank knows neither boundary nor padding: it is below what is offered under any.
+        // One rank knows neither boundary nor padding nor keys, whole sequences have their keys: these are below what is offered under any.
+        let both = |shape| Keys::ALL.into_iter().map(move |keys| Shape { keys, ..shape });
         let shapes: Vec<Shape> = match from {
             Reference::Rank => {
                 let paddings = self.paddings(shape.tp);
                 let boundaries = std::iter::once(None).chain(self.boundary_dims(shape.tp).into_iter().map(Some));
-                boundaries.flat_map(|boundary| (0..paddings).map(move |padding| Shape { boundary, padding, ..shape })).collect()
+                let shapes = boundaries.flat_map(|boundary| (0..paddings).map(move |padding| Shape { boundary, padding, ..shape }));
+                shapes.flat_map(both).collect()
             }
-            Reference::Whole { .. } | Reference::Same { .. } => vec![shape],
+            Reference::Whole { .. } => both(shape).collect(),
+            Reference::Same { .. } => vec![shape],
         };
         let offers: Vec<Rc<[Offer]>> = shapes.into_iter().map(|shape| self.offers(class, shape)).collect();
         let allowed = || offers.iter().flat_map(|o| o.iter()).map(|o| &o.option).filter(|o| recompute.contains(&o.recompute));

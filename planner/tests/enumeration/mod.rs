@@ -223,11 +223,11 @@ impl Setting<'_> {
     }
 }
 
-/// How so many context-parallel ranks may get at each other's keys: in a ring only if that is asked for.
+/// How so many context-parallel ranks may get at each other's keys.
 fn ways(problem: &Problem, cp: u64) -> Vec<Keys> {
-    match (cp, problem.pins.keys.values()) {
-        (1, _) | (_, None) => vec![Keys::Gathered],
-        (_, Some(asked)) => Keys::ALL.into_iter().filter(|keys| asked.contains(keys)).collect(),
+    match cp {
+        1 => vec![Keys::Gathered],
+        _ => Keys::ALL.into_iter().filter(|keys| problem.pins.keys.allows(keys)).collect(),
     }
 }
 

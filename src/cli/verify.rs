@@ -61,6 +61,7 @@ pub fn run(args: Args) -> Result<Outcome> {
         );
         output::say!("  every collective met in one order, every message received, all ranks reach the end");
         output::say!("  every read after the write it needs, no live bytes overlap, peak memory is the arena");
+        output::say!("  the backward pass is the derivative of the forward pass, each term of a gradient in it once");
         output::say!("  every gradient reduced once over the axes it is partial on, the loss divided once");
         match file.program.updates {
             Updates::Step => {}

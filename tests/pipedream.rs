@@ -57,6 +57,17 @@ fn what_it_cannot_have_is_refused_by_name() {
     let grads = dir.join("grads.safetensors");
     let saved = dplan(&["run", plan.to_str().unwrap(), "--steps", "1", "--save-grads", grads.to_str().unwrap()]);
     assert!(String::from_utf8_lossy(&saved.stderr).contains("none of a step"));
+    // GPU ranks do not run it: said when it is priced for them, and before anything is opened.
+    let on_gpus = |args: &[&str]| String::from_utf8_lossy(&dplan(args).stderr).into_owned();
+    let config = dir.join("config.json");
+    for (pins, says) in [("pp=2,schedule=pipedream", "schedule pipedream"), ("dp=2,wire=topk:0.1", "wire topk:0.1")] {
+        let priced =
+            on_gpus(&["compile", config.to_str().unwrap(), "--cluster", "h100:2", "--batch", "8", "--seq", "8", "--precision", "f32", "--pin", pins]);
+        assert!(priced.contains("not run on GPUs") && priced.contains(says), "{priced}");
+        let plan = small_plan(&dir, pins, 2, "f32");
+        let run = on_gpus(&["run", plan.to_str().unwrap(), "--device", "cuda", "--steps", "1"]);
+        assert!(run.contains("--device cuda") && run.contains(says), "{run}");
+    }
     // It is not memory that other models and types lack.
     for (config, precision) in [("tied.json", "f32"), ("config.json", "f16")] {
         let config = dir.join(config);
@@ -64,7 +75,7 @@ fn what_it_cannot_have_is_refused_by_name() {
         let said = dplan_ok(&args);
         assert!(said.contains("PipeDream (stale weights) does not apply"), "{precision}: {said}");
     }
-    refused("config.json", "pp=2,schedule=pipedream,zero=1", "f32", "no plan is possible");
+    refused("config.json", "pp=2,schedule=pipedream,zero=1", "f32", "ZeRO is pinned without data parallelism");
 }
 
 /// On one stage nothing is stale: a step is so many steps of one micro-batch, which shows in Adam's bias correction if updates are counted otherwise.

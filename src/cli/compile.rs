@@ -187,6 +187,7 @@ pub fn run(args: Args) -> Result<Outcome> {
         Err(error) => return failed(&args, error),
     };
     let took = begin.elapsed().as_secs_f64();
+    notes.extend(notes::of_ranks(&compiled));
     notes.extend(notes::of_hosts(&compiled, args.host_limit.map(Bytes)));
     // Before anything is written: a command that fails leaves no plan.
     let elsewhere = match elsewhere(&args, &model.graph, &options) {

@@ -1,6 +1,7 @@
 //! What is to be said beside an answer: what was assumed where the question left something open, and what of it may not be meant so.
 
 use crate::compile::Compiled;
+use crate::runtime::cuda;
 use dplan_ir::dtype::DType;
 use dplan_planner::machine::{Cluster, Machine, builtin};
 use dplan_planner::units::{Bytes, PerSecond};
@@ -54,6 +55,13 @@ pub fn of_prices(cluster: &Cluster) -> Option<String> {
         "{names}: priced by allowances of the data sheet, nothing was measured; published runs of other frameworks took 1.6 (H100) and 1.7 times (B200) as long as so priced; `dplan calibrate` fits \
          a cluster file to a run"
     ))
+}
+
+/// Where a plan for GPUs is of a kind that GPU ranks do not run.
+pub fn of_ranks(compiled: &Compiled) -> Option<String> {
+    let is_for_gpus = !compiled.file.cluster.groups().iter().any(is_cpu);
+    let why = cuda::refusal(&compiled.file.plan).filter(|_| is_for_gpus)?;
+    Some(format!("priced, and not run on GPUs: {why}"))
 }
 
 /// Where layers were pinned into more memory of the host than there is.

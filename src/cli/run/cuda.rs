@@ -188,8 +188,8 @@ fn check(args: &Args, file: &PlanFile) -> anyhow::Result<()> {
         ensure!(!given, "{flag}: not with --device cuda; CPU ranks have it");
     }
     ensure!(alone || args.save.is_none(), "--save: with --device cuda, only plans of one rank can save weights");
-    match file.plan.compute {
-        DType::F32 | DType::Bf16 => Ok(()),
-        other => Err(anyhow!("{other} plans are run by CPU ranks only; compile for --device cuda with --precision bf16 or f32")),
+    match crate::runtime::cuda::refusal(&file.plan) {
+        None => Ok(()),
+        Some(why) => Err(anyhow!("--device cuda: {why}")),
     }
 }

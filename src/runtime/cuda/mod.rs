@@ -6,6 +6,10 @@
 //! [`gpu::Gpu`], or a stand-in that tests give. [`session::Session`] runs steps on the ranks of a process; [`start`] is how processes find each other.
 //! Nothing is decided here that the program did not decide.
 
+use dplan_ir::dtype::DType;
+use dplan_ir::plan::Plan;
+use dplan_ir::program::Updates;
+
 pub mod disk;
 pub mod driver;
 pub mod flight;
@@ -21,3 +25,20 @@ pub mod start;
 pub mod step;
 pub mod timing;
 pub mod together;
+
+/// Why only CPU ranks run a plan, if so.
+pub fn refusal(plan: &Plan) -> Option<String> {
+    if plan.schedule.updates() == Updates::MicroBatch {
+        let schedule = plan.schedule.name();
+        return Some(format!("an update behind each micro-batch (schedule {schedule}) takes scalars of its own, and a step on a GPU has one set"));
+    }
+    if plan.wire.kept().is_some() {
+        return Some(format!("gradients are compressed (wire {}) on CPU ranks alone; plan with wire full or bf16", plan.wire.name()));
+    }
+    match plan.compute {
+        DType::F32 | DType::Bf16 => None,
+        DType::F16 | DType::F64 | DType::I32 => {
+            Some(format!("{} kernels are on CPU ranks alone; compile with --precision bf16 or f32", plan.compute))
+        }
+    }
+}

@@ -44,7 +44,7 @@ fn cases() -> Vec<Case> {
         case(Op::Einsum(spec("bsh", "fh", "bsf")), &[3, 2], &[3], mlp(), DType::Bf16),
         case(Op::EmbedGrad, &[2, 3], &[2], tokens(), DType::F32),
         case(Op::Dispatch, &[3, 3], &[4], moe(), DType::F32),
-        case(Op::Capacity { tokens: 120 }, &[3], &[3], moe(), DType::F32),
+        case(Op::Capacity { tokens: 120 }, &[3], &[3], vec![letter('a', 1), letter('b', 300), letter('c', 3)], DType::F32),
     ]
 }
 

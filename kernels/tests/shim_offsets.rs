@@ -70,7 +70,7 @@ fn cases() -> Vec<(Case, char, u64)> {
     let router = Router::softmax(2, Renormalize::Yes);
     all.push((case(Op::TopKGate(router), &[3], &[3], gates, f32), 'b', 1));
     all.push((case(Op::TopKGateGrad(router), &[3, 3, 3], &[3], gates, f32), 'b', 1));
-    all.push((case(Op::Capacity { tokens: 3 }, &[3], &[3], gates, f32), 'b', 40));
+    all.push((case(Op::Capacity { tokens: 3 }, &[3], &[3], &[('a', 2), ('b', 9), ('c', 40)], f32), 'a', 40));
     let experts: &[_] = &[('b', 1), ('s', 300), ('e', 3), ('h', 8), ('f', 8)];
     let of_experts = |op: Op, ins: &[usize], outs: &[usize], dtype| case(op, ins, outs, experts, dtype);
     all.extend([

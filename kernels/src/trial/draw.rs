@@ -214,7 +214,7 @@ fn router(r: &mut Random) -> Case {
         // Longer than a block of threads now and then, in any order.
         let (order, _, _, s) = zigzag(r);
         let (order, s) = if r.below(2) == 0 { (order, s) } else { (Order::Straight, r.size(700)) };
-        let letters = vec![letter('b', r.size(3)), letter('s', s), letter('e', r.size(9))];
+        let letters = vec![letter('a', r.size(3)), letter('b', s), letter('c', r.size(9))];
         let op = Op::Capacity { tokens: 1 + r.below(s) };
         return Case { top_k: k, order, ..case(r, op, &[3], &[3], letters) };
     }

@@ -4,7 +4,8 @@
 //! stage, `cp` a divisor of the sequence that leaves blocks of [`LEAST_BLOCK`] (unless it is pinned), `ep` a divisor of `dp` and of the experts, and `tp` at most
 //! [`MOST_TP`] (unless a pin asks for more); for every schedule that is searched ([`searched`]) and whose pipeline is legal ([`Pipeline::refusal`]), with 2, 4, 8, …
 //! virtual stages on each stage where it has several, unless pinned; for every order of the cluster's groups that puts stages elsewhere ([`crate::placement`]); times
-//! every way in which gradients get to their sum and every nesting of the degrees on ranks that is pinned (one collective, and the usual nesting, if none is); times
+//! both ways of keys between up to 64 context-parallel ranks; times every way in which gradients get to their sum and every nesting of the degrees on ranks that is pinned (one
+//! collective, and the usual nesting, if none is); times
 //! every cut of the layers into `pp` stages (with several virtual stages, the cuts of [`crate::virtual_stages`]); times every option, ZeRO stage and way of offloading of
 //! every layer (ZeRO 0 and 1 where backward passes come in halves).
 

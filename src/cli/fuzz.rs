@@ -65,12 +65,15 @@ fn composed(args: &Args, cases: &[Case]) -> Result<Outcome> {
     let mut seen = Seen::default();
     let mut worst: Option<(Agreement, &Case)> = None;
     let mut failures: Vec<Failure> = Vec::new();
+    let mut tied = 0;
     let bar = progress::bar(cases.len() as u64);
     // What a panic says is in the report.
     std::panic::set_hook(Box::new(|_| {}));
     for case in cases {
         seen.add(case);
-        match check(case) {
+        let found = check(case);
+        tied += u64::from(found.as_ref().is_ok_and(|found| found.until.is_some()));
+        match found {
             Ok(found) if worst.as_ref().is_none_or(|(w, _)| found.error > w.error) => worst = Some((found, case)),
             Ok(_) => {}
             Err(fault) => {
@@ -96,7 +99,7 @@ fn composed(args: &Args, cases: &[Case]) -> Result<Outcome> {
         output::say!(
             "{}",
             json!({
-                "ok": failures.is_empty(), "cases": seen.cases, "seed": args.seed, "tolerance": TOLERANCE, "worst": worst, "dimensions": dimensions,
+                "ok": failures.is_empty(), "cases": seen.cases, "tied": tied, "seed": args.seed, "tolerance": TOLERANCE, "worst": worst, "dimensions": dimensions,
                 "pairs": seen.pairs(), "failures": listed,
             })
         );
@@ -114,6 +117,9 @@ fn composed(args: &Args, cases: &[Case]) -> Result<Outcome> {
         let passed = seen.cases - failures.len() as u64;
         let worst = worst.map_or(String::new(), |(w, case)| format!("; worst relative error {:.1e} ({}, in `{case}`)", w.error, w.of));
         output::say!("{passed} of {} cases train as one device does{worst}", seen.cases);
+        if tied > 0 {
+            output::say!("{tied} of them up to a step in which rounding decides which gradients are the largest (wire topk)");
+        }
     }
     Ok(if failures.is_empty() { Outcome::Done } else { Outcome::No })
 }

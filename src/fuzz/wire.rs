@@ -38,7 +38,12 @@ pub struct Rounding<'a> {
     buckets: Vec<Table<BucketId, Bucket>>,
     /// What each rank has left over of them.
     residuals: BTreeMap<(u32, BucketId), Vec<Vec<f64>>>,
+    /// Whether it hung on rounding what was sent: the least that was sent and the most that was not are as large, but for [`TIE`].
+    pub tied: bool,
 }
+
+/// How much larger what is sent has to be than what is not, relatively: far more than sums in another order differ by.
+const TIE: f64 = 1e-9;
 
 /// What is added up before it is exchanged: of a parameter, by the stage or the layer that it comes from.
 type Turns = BTreeMap<(ParamId, u32), Vec<Tensor>>;
@@ -60,7 +65,7 @@ impl<'a> Rounding<'a> {
             Some(_) => lower::lower(graph, plan)?.stages.into_iter().map(|stage| stage.buckets).collect(),
             None => Vec::new(),
         };
-        Ok(Rounding { graph, plan, sharded, contributions, buckets, residuals: BTreeMap::new() })
+        Ok(Rounding { graph, plan, sharded, contributions, buckets, residuals: BTreeMap::new(), tied: false })
     }
 
     /// Loss and gradients of a step.
@@ -118,6 +123,8 @@ impl<'a> Rounding<'a> {
                     sizes.sort_by(|a, b| b.total_cmp(a));
                     let kept = share.of(bucket.elems) as usize;
                     let least = sizes[kept - 1];
+                    // Where both are nothing, nothing is sent or left over.
+                    self.tied |= least > TIE * sizes[0] && sizes.get(kept).is_some_and(|next| least - next <= TIE * least);
                     let mut equal = kept - sizes.iter().filter(|&&size| size > least).count();
                     let mut sent = vec![0.0; left.len()];
                     for (sent, left) in sent.iter_mut().zip(left.iter_mut()) {

@@ -103,7 +103,7 @@ pub fn check_program(case: &Case, graph: &Graph, program: &Program) -> Result<Ag
     }
     // What is sent of two as large is not for either to know; what is computed from it differs.
     let early = want.tied.map(|step| Agreement { until: Some(step), ..found.before(step).against(&want.before(step), graph) });
-    early.filter(|early| early.error <= TOLERANCE).map_or(Err(Fault::Differs(agreement)), Ok)
+    early.filter(|early| early.error <= TOLERANCE).ok_or(Fault::Differs(agreement))
 }
 
 /// All that CPU ranks leave of a case, to the bit: losses, norms, gradients, moments and weights.

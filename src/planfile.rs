@@ -373,7 +373,10 @@ fn check_program(plan: &Plan, program: &Program) -> Result<(), String> {
         .iter()
         .flat_map(|s| s.segments.values().flat_map(|g| &g.body).filter_map(|issue| compressed(s, &issue.instr)).collect::<Vec<_>>())
         .collect();
-    if compressed.contains(&false) || compressed.is_empty() == (plan.wire.kept().is_some() && several) {
+    let mesh = &program.mesh;
+    let exchanged = program.stages.iter().flat_map(|s| s.buckets.values()).filter(|b| mesh.size(b.partial.and(mesh.data())) > 1).count();
+    let expected = if plan.wire.kept().is_some() && several { exchanged } else { 0 };
+    if compressed.contains(&false) || compressed.len() != expected {
         return Err(format!("gradients are not compressed as the plan's `wire` says: {}", plan.wire.name()));
     }
     if rounds != wanted {

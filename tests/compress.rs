@@ -10,6 +10,7 @@ use dplan::runtime::{Options as RunOptions, Session};
 use dplan_ir::dtype::DType;
 use dplan_ir::optimizer::{Hyper, Optimizer, StepScalars};
 use dplan_ir::program::{Instr, Issue, Program};
+use dplan_ir::verify::verify_program;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -39,7 +40,9 @@ fn train(pins: &str, damage: fn(&Program) -> Program) -> f64 {
     let options = dplan::compile::Options { optimizer: Optimizer::Sgd, ..options("cpu:2", 8, DType::F32, pins) };
     let file = compile(&model.graph, &options).unwrap_or_else(|e| panic!("{pins}: {e}")).file;
     let feed = Feed::new(&file.graph, Some(&root.join("almanac.txt")), file.plan.batch(), 1).unwrap();
-    let mut session = Session::new(file.graph.clone(), damage(&file.program), &RunOptions::default()).unwrap();
+    let program = damage(&file.program);
+    assert_eq!(verify_program(&file.graph, &program).is_ok(), program == file.program, "{pins}");
+    let mut session = Session::new(file.graph.clone(), program, &RunOptions::default()).unwrap();
     session.initialise(1).unwrap();
     let hyper = Hyper { lr: 0.5, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.0, momentum: 0.0, clip: f64::INFINITY };
     let mut last = Vec::new();

@@ -5,7 +5,7 @@ use dplan_ir::entity::BufferId;
 use dplan_ir::layers::classes;
 use dplan_ir::mesh::AxisSet;
 use dplan_ir::plan::{Plan, Wire, Zero};
-use dplan_ir::program::{Content, Instr, Pattern, Program, Role};
+use dplan_ir::program::{Content, Instr, Issue, Pattern, Program, Role, align};
 use dplan_ir::text::{parse_program, print_program};
 use dplan_ir::verify::verify_program;
 use dplan_planner::drawn::Case;
@@ -124,6 +124,27 @@ fn what_is_wrong_with_pairs_and_residuals_is_noticed_without_running() {
                             let copy = stage.buffers.push(copy);
                             stage.segments[at].body[place].instr = Instr::Compress { src, residual: copy, dst };
                         });
+                        // A copy with room of its own, of which nobody else knows.
+                        let apart = |p: &mut Program| {
+                            let stage = &mut p.stages[stage];
+                            let mut copy = stage.buffers[residual].clone();
+                            copy.offset = align(stage.arena_bytes);
+                            stage.arena_bytes = copy.offset + align(copy.bytes);
+                            if let Some(last) = stage.regions.last_mut() {
+                                last.bytes += align(copy.bytes);
+                            }
+                            stage.buffers.push(copy)
+                        };
+                        wrong("another residual", &|p| {
+                            let copy = apart(p);
+                            p.stages[stage].segments[at].body[place].instr = Instr::Compress { src, residual: copy, dst };
+                        });
+                        wrong("the residual is copied", &|p| {
+                            let copy = apart(p);
+                            let body = &mut p.stages[stage].segments[at].body;
+                            let issue = Issue { instr: Instr::Copy { src: residual, dst: copy }, ..body[place].clone() };
+                            body.insert(place, issue);
+                        });
                         wrong("a pair less is sent than is expected", &|p| {
                             let buffer = &mut p.stages[stage].buffers[dst];
                             let Content::Wire { kept: Some(kept), .. } = &mut buffer.content else { return };
@@ -161,7 +182,7 @@ fn what_is_wrong_with_pairs_and_residuals_is_noticed_without_running() {
             }
         }
     }
-    assert!(tried.len() == 17 && tried.values().all(|&n| n >= 3), "{} {tried:?}", tried.len());
+    assert!(tried.len() == 19 && tried.values().all(|&n| n >= 3), "{} {tried:?}", tried.len());
 }
 
 #[test]

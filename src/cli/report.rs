@@ -227,13 +227,20 @@ pub fn choice(file: &PlanFile) -> String {
     if let Some(share) = plan.wire.kept() {
         let _ = writeln!(out, "wire        the largest {share} of the gradients' elements are exchanged, the rest is left over for the next step");
     }
-    let mesh = plan.mesh();
+    // What is rounded or compressed goes to everybody at once, and only parameters come back by steps.
+    let (mesh, is_lossy) = (plan.mesh(), plan.wire.is_lossy());
     let steps = plan.sync.steps(&mesh, mesh.data());
     if steps.len() > 1 {
         let sizes: Vec<String> = steps.iter().map(|&step| mesh.size(step).to_string()).collect();
-        let _ = writeln!(out, "sync        {}: gradients are summed over {} ranks, one after the other", plan.sync.name(), sizes.join(", "));
+        let _ = writeln!(
+            out,
+            "sync        {}: {} over {} ranks, one after the other",
+            plan.sync.name(),
+            if is_lossy { "parameters are gathered" } else { "gradients are summed" },
+            sizes.join(", ")
+        );
     }
-    if plan.sync == Sync::Server {
+    if plan.sync == Sync::Server && !is_lossy {
         let _ = writeln!(out, "sync        server: every rank adds up an equal piece of the gradients, which all others send it");
     }
     if plan.nest != Nest::default() {

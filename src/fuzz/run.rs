@@ -102,7 +102,8 @@ pub fn check_program(case: &Case, graph: &Graph, program: &Program) -> Result<Ag
         return Ok(agreement);
     }
     // What is sent of two as large is not for either to know; what is computed from it differs.
-    let early = want.tied.map(|step| Agreement { until: Some(step), ..found.before(step).against(&want.before(step), graph) });
+    let updates = case.schedule.updates();
+    let early = want.tied.map(|step| Agreement { until: Some(step), ..found.before(step, updates).against(&want.before(step, updates), graph) });
     early.filter(|early| early.error <= TOLERANCE).ok_or(Fault::Differs(agreement))
 }
 
@@ -159,11 +160,16 @@ impl Trained {
     }
 
     /// What is known before a step is over.
-    fn before(&self, step: u64) -> Trained {
+    fn before(&self, step: u64, updates: Updates) -> Trained {
+        // The loss of a step comes before its exchange, but for updates within it.
         let steps = (step - 1) as usize;
+        let losses = match updates {
+            Updates::Step => steps + 1,
+            Updates::MicroBatch => steps,
+        };
         let is_early = |kind: &Kind| matches!(kind, Kind::Gradient(of) if *of < step);
         Trained {
-            losses: self.losses[..steps].to_vec(),
+            losses: self.losses[..losses].to_vec(),
             norms: self.norms[..steps].to_vec(),
             tensors: self.tensors.iter().filter(|(kind, _)| is_early(kind)).cloned().collect(),
             tied: None,

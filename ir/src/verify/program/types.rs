@@ -110,6 +110,8 @@ impl Types<'_> {
                 _ => fault(dst, "only what accumulates (gradients, scalars) is cleared"),
             },
             &Instr::Copy { src, dst } => match (self.content(src), self.content(dst)) {
+                // Each exchange begins with what the last left over, and no other.
+                (Content::Flat { role: Role::Residual, .. }, _) => fault(dst, "a residual is not copied"),
                 (Content::Flat { .. }, Content::Flat { .. }) if self.content(src) == self.content(dst) => Ok(()),
                 (Content::Frame, Content::Frame) if self.buffer(src).bytes == self.buffer(dst).bytes => Ok(()),
                 _ => fault(dst, "a copy is of a flat buffer, to one of the same, or of a frame, to one of as many bytes"),
@@ -127,7 +129,20 @@ impl Types<'_> {
                     Content::Flat { bucket, role: Role::Grad, pieces: AxisSet::EMPTY },
                     Content::Flat { bucket: a, role: Role::Residual, pieces: AxisSet::EMPTY },
                     Content::Wire { bucket: b, from: AxisSet::EMPTY, kept: Some(_) },
-                ) if (a, b) == (bucket, bucket) => Ok(()),
+                ) if (a, b) == (bucket, bucket) => {
+                    if self.stage.home(*bucket, Role::Residual) != Some(residual) {
+                        return fault(residual, "expected the residual that the bucket keeps from step to step");
+                    }
+                    // What is largest is one choice for all members: of one that is cut up further, ranks that hold the same of the others would choose differently.
+                    let split = |member: &crate::program::Member| self.real(member.sharding.used());
+                    let members = &self.stage.buckets[*bucket].members;
+                    match members.iter().find(|member| split(member) != split(&members[0])) {
+                        None => Ok(()),
+                        Some(odd) => {
+                            fault(src, format!("{} is cut up otherwise than the bucket's first member, so ranks would choose differently", odd.param))
+                        }
+                    }
+                }
                 _ => fault(dst, "expected all gradients of a bucket, its residual, and a place for some of them on the wire"),
             },
             &Instr::SumShares { src, dst } => match (self.content(src), self.content(dst)) {

@@ -10,7 +10,7 @@
 //! table of its own, not what [`crate::grad`] differentiates with. What is checked:
 //! 1. every backward node is what a rule asks for of the node that it derives from, or the sum or a copy of backward values: so it has a meaning, the terms that it stands for;
 //! 2. every cotangent, and the gradients of every parameter together, stand for the terms of all uses, each once;
-//! 3. `mean` makes the loss and nothing else, nothing is computed from the loss, and no result has a part in it that its op has no rule for.
+//! 3. `mean` makes the loss and nothing else, nothing is computed from the loss, and nothing has a part in it by an op, or a result of one, that there is no rule for.
 //!
 //! Nodes are in the order of their operands, so by induction from the loss every cotangent is the gradient of the loss, and has its divisor and the scale of the loss
 //! (both are [`Op::MeanGrad`]'s) exactly once.
@@ -33,6 +33,8 @@ pub enum ChainFault {
     NotDerivative(String),
     #[error("has a part in the loss by a result that its op's derivative does not know: `{0}`")]
     Result(String),
+    #[error("has a part in the loss, and its op has no derivative")]
+    NoRule,
     #[error("has a part in the loss, so it should have a cotangent")]
     NoCotangent,
     #[error("has no part in the loss, or depends on no parameter, so it should have no cotangent")]
@@ -177,9 +179,9 @@ fn products(spec: &Spec, of: [Option<ValueId>; 2], bar: Option<ValueId>, more: &
     one(&spec.left, &spec.right, right, &[0]).into_iter().chain(one(&spec.right, &spec.left, left, &[1])).collect()
 }
 
-/// Whether each value has a part in the loss and depends on a parameter, along operands that have rules.
+/// Whether each value has a part in the loss and depends on a parameter, along operands that have rules; of an op that has none, along all, for nobody knows its derivative.
 fn active(graph: &Graph, rules: &Table<NodeId, Vec<Rule>>) -> Table<ValueId, bool> {
-    let smooth = |id: NodeId, at: usize| rules[id].iter().any(|rule| rule.targets().contains(&at));
+    let smooth = |id: NodeId, at: usize| rules[id].is_empty() || rules[id].iter().any(|rule| rule.targets().contains(&at));
     let mut depends = graph.values.map(|id, _| graph.param_of(id).is_some());
     for (id, node) in graph.forward_nodes() {
         let any = node.inputs.iter().enumerate().any(|(at, &x)| depends[x] && smooth(id, at));
@@ -243,6 +245,9 @@ impl Check<'_> {
             }
             if node.inputs.iter().any(|&v| Some(v) == graph.loss) {
                 self.fault(at, ChainFault::FromLoss);
+            }
+            if self.rules[id].is_empty() && node.outputs.iter().any(|&v| self.active[v]) {
+                self.fault(at, ChainFault::NoRule);
             }
             let known = match node.op {
                 Op::CeStats => 2,

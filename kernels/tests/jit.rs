@@ -5,14 +5,13 @@ mod shim;
 use dplan_ir::dtype::DType;
 use dplan_ir::op::{Activation, Attention, Correction, Documents, GroupScore, Groups, Mask, Op, Pairs, Renormalize, Rope, Rotation, Router, Score};
 use dplan_ir::optimizer::Optimizer;
-use dplan_ir::order::Order;
 use dplan_ir::program::Write;
 use dplan_kernels::cuda::flat::{self, Trust, TrustSums, Update};
 use dplan_kernels::cuda::product::TILES;
 use dplan_kernels::cuda::{Alignment, Launch, Tail, Target};
 use dplan_kernels::jit::{self, Arch, Cache, Found, JitError, Nvrtc};
 use dplan_kernels::trial::chains::{KINDS, of_kind};
-use shim::{Case, Random, TARGET, letter, make, spec};
+use shim::{Case, Random, case, letter, make, spec};
 use std::path::Path;
 use std::time::Instant;
 
@@ -25,23 +24,6 @@ fn nvrtc() -> Option<Nvrtc> {
             None
         }
         Err(error) => panic!("{error}"),
-    }
-}
-
-fn case(op: Op, ins: &[usize], outs: &[usize], letters: Vec<(char, u64, u64, u64)>, dtype: DType) -> Case {
-    let ranks = (ins.to_vec(), outs.to_vec());
-    Case {
-        op,
-        ranks,
-        letters,
-        dtype,
-        out: None,
-        write: Write::Set,
-        alignment: Alignment::Packs,
-        top_k: 2,
-        order: Order::Straight,
-        target: TARGET,
-        tails: Vec::new(),
     }
 }
 

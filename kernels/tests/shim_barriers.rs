@@ -4,28 +4,15 @@ mod shim;
 
 use dplan_ir::dtype::DType;
 use dplan_ir::op::{Attention, Mask, Op};
-use dplan_ir::order::Order;
 use dplan_ir::program::Write;
-use dplan_kernels::cuda::{Alignment, Launch};
+use dplan_kernels::cuda::Launch;
 use dplan_kernels::shim::Library;
 use dplan_kernels::trial::flat;
-use shim::{Case, Prepared, Random, TARGET, folder, letter, make, spec};
+use shim::{Case, Prepared, Random, folder, letter, make, spec};
 
+/// Results are added to what is there.
 fn case(op: Op, ins: &[usize], outs: &[usize], letters: Vec<(char, u64, u64, u64)>, dtype: DType) -> Case {
-    let ranks = (ins.to_vec(), outs.to_vec());
-    Case {
-        op,
-        ranks,
-        letters,
-        dtype,
-        out: None,
-        write: Write::Add,
-        alignment: Alignment::Packs,
-        top_k: 2,
-        order: Order::Straight,
-        target: TARGET,
-        tails: Vec::new(),
-    }
+    Case { write: Write::Add, ..shim::case(op, ins, outs, letters, dtype) }
 }
 
 /// A case for each text that has barriers of its own.

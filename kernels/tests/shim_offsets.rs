@@ -5,29 +5,15 @@ mod shim;
 
 use dplan_ir::dtype::DType;
 use dplan_ir::op::{Activation, Attention, Documents, Mask, Op, Pairs, Renormalize, Rope, Rotation, Router};
-use dplan_ir::order::Order;
-use dplan_ir::program::Write;
 use dplan_kernels::cuda::arch::Arch;
 use dplan_kernels::cuda::product::TILES;
-use dplan_kernels::cuda::{Alignment, Launch, Tail, Target};
+use dplan_kernels::cuda::{Launch, Tail, Target};
 use dplan_kernels::shim::{Library, ShimError};
 use dplan_kernels::trial::large::{Large, flat_buckets, large};
 use shim::{Case, Random, TARGET, folder, letter, spec};
 
 fn case(op: Op, ins: &[usize], outs: &[usize], sizes: &[(char, u64)], dtype: DType) -> Case {
-    Case {
-        op,
-        ranks: (ins.to_vec(), outs.to_vec()),
-        letters: sizes.iter().map(|&(label, len)| letter(label, len)).collect(),
-        dtype,
-        out: None,
-        write: Write::Set,
-        alignment: Alignment::Packs,
-        top_k: 2,
-        order: Order::Straight,
-        target: TARGET,
-        tails: Vec::new(),
-    }
+    shim::case(op, ins, outs, sizes.iter().map(|&(label, len)| letter(label, len)).collect(), dtype)
 }
 
 /// Cases, the letter that each is longer in than any memory has room for, and how many blocks of a launch from its end run.

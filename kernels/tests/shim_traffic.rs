@@ -6,28 +6,15 @@ mod shim;
 use dplan_ir::dtype::DType;
 use dplan_ir::op::{Activation, Op};
 use dplan_ir::optimizer::Optimizer;
-use dplan_ir::order::Order;
-use dplan_ir::program::Write;
 use dplan_kernels::cuda::{Alignment, flat};
 use dplan_kernels::shim::{Library, Options};
-use shim::{Buffer, Case, Random, TARGET, folder, letter, make, step_scalars};
+use shim::{Buffer, Random, folder, letter, make, step_scalars};
 
 #[test]
 fn kernels_move_little_more_than_they_must() {
     let Some(dir) = folder("shim_traffic") else { return };
-    let case = |op: Op, ins: &[usize], outs: &[usize]| Case {
-        op,
-        ranks: (ins.to_vec(), outs.to_vec()),
-        letters: vec![letter('a', 1), letter('b', 512), letter('c', 1024)],
-        dtype: DType::Bf16,
-        out: None,
-        write: Write::Set,
-        alignment: Alignment::Packs,
-        top_k: 2,
-        order: Order::Straight,
-        target: TARGET,
-        tails: Vec::new(),
-    };
+    let rows = || vec![letter('a', 1), letter('b', 512), letter('c', 1024)];
+    let case = |op: Op, ins: &[usize], outs: &[usize]| shim::case(op, ins, outs, rows(), DType::Bf16);
     let eps = 1e-5;
     let cases = [
         (1.1, case(Op::RmsNorm { eps }, &[3, 1], &[3])),

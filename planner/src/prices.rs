@@ -44,9 +44,6 @@ impl Shape {
         let (nest, sync, dp) = nested.unwrap_or((Nest::default(), Sync::Flat, ep));
         Degrees { dp, ep, cp, tp, keys, sync, nest }
     }
-}
-
-impl Shape {
     /// The same where one collective sums gradients: data parallelism cut up for several is no other neighbourhood for what a layer computes.
     pub fn uncut(self) -> Shape {
         let nested = self.nested.filter(|(nest, ..)| *nest != Nest::default());

@@ -24,13 +24,13 @@ pub enum Gated {
 /// # Errors
 /// If there are more experts than a warp can hold.
 pub fn router(b: &mut Builder<'_>, k: u64, renormalize: Renormalize, experts: Extent) -> Result<(), PrepareError> {
-    route(b, k, renormalize, experts, "dp_router", include_str!("text/router.cuh"))
+    route(b, k, renormalize, experts, "dp_router", &[include_str!("text/best_of_warp.cuh"), include_str!("text/router.cuh")])
 }
 
 /// # Errors
 /// As [`router`].
 pub fn router_grad(b: &mut Builder<'_>, k: u64, renormalize: Renormalize, experts: Extent) -> Result<(), PrepareError> {
-    route(b, k, renormalize, experts, "dp_router_grad", include_str!("text/router_grad.cuh"))
+    route(b, k, renormalize, experts, "dp_router_grad", &[include_str!("text/router_grad.cuh")])
 }
 
 fn route(
@@ -39,7 +39,7 @@ fn route(
     renormalize: Renormalize,
     experts: Extent,
     entry: &'static str,
-    text: &'static str,
+    texts: &[&'static str],
 ) -> Result<(), PrepareError> {
     if experts.len > MOST_EXPERTS {
         return Err(PrepareError::Sizes(format!("{} experts, at most {MOST_EXPERTS} are routed to", experts.len)));
@@ -48,7 +48,7 @@ fn route(
     let config = b.config(THREADS).int("L", experts.len.div_ceil(32)).int("K", k).flag("RENORMALIZE", renormalize == Renormalize::Yes);
     let mut args: Vec<Arg> = (0..b.d.ins.len()).map(Arg::In).collect();
     args.extend([Arg::Out(0), int(tokens), int(experts.len), int(experts.valid())]);
-    b.launch(Family::Router, entry, config.text(&[text]), Size::blocks(tokens.div_ceil(THREADS / 32), THREADS, 0), args);
+    b.launch(Family::Router, entry, config.text(texts), Size::blocks(tokens.div_ceil(THREADS / 32), THREADS, 0), args);
     Ok(())
 }
 
@@ -76,7 +76,7 @@ pub fn scored(b: &mut Builder<'_>, router: &Router, experts: Extent, pass: Pass)
     let config = b.config(THREADS).int("L", experts.len.div_ceil(32)).int("K", router.k).flag("RENORMALIZE", router.renormalize == Renormalize::Yes);
     let config = config.flag("SIGMOID", router.score == Score::Sigmoid).int("GROUPS", groups.count).int("KEPT", groups.kept);
     let config = config.flag("TWO_BEST", groups.by == GroupScore::TwoBest).flag("CORRECTED", router.correction == Correction::Added);
-    let text = config.real("SCALE", router.scale).text(&[include_str!("text/router_scored.cuh")]);
+    let text = config.real("SCALE", router.scale).text(&[include_str!("text/best_of_warp.cuh"), include_str!("text/router_scored.cuh")]);
     let (entry, operands) = match pass {
         Pass::Forward => ("dp_router_scored", vec![Arg::In(0), b.input(1)]),
         Pass::Backward => ("dp_router_scored_grad", vec![Arg::In(0), Arg::In(1), Arg::In(2)]),

@@ -3,9 +3,31 @@
 
 pub use dplan_kernels::trial::*;
 
+use dplan_ir::dtype::DType;
+use dplan_ir::op::Op;
+use dplan_ir::order::Order;
+use dplan_ir::program::Write;
+use dplan_kernels::cuda::Alignment;
 use dplan_kernels::shim::{self, Library};
 use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
+
+/// An op of operands and results of so many dims, set where it comes out, of packed operands, alone.
+pub fn case(op: Op, ins: &[usize], outs: &[usize], letters: Vec<(char, u64, u64, u64)>, dtype: DType) -> Case {
+    Case {
+        op,
+        ranks: (ins.to_vec(), outs.to_vec()),
+        letters,
+        dtype,
+        out: None,
+        write: Write::Set,
+        alignment: Alignment::Packs,
+        top_k: 2,
+        order: Order::Straight,
+        target: TARGET,
+        tails: Vec::new(),
+    }
+}
 
 /// The folder for this test's compiled kernels, or `None` (said aloud) if there is no C++ compiler.
 pub fn folder(name: &str) -> Option<PathBuf> {

@@ -154,40 +154,14 @@ impl Rank<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::executor::Mlp;
+    use crate::executor::fixtures;
 
     fn decoder(kv_heads: u64) -> Decoder {
-        Decoder {
-            layers: 24,
-            hidden: 2048,
-            heads: 32,
-            kv_heads,
-            head_dim: 64,
-            latent: None,
-            ffn: 4096,
-            mlp: Mlp::Gated,
-            experts: None,
-            vocab: 50257,
-            embeddings: Embeddings::Tied,
-            sequence: 4096,
-        }
+        Decoder { kv_heads, ..fixtures::decoder() }
     }
 
     fn layout(dp: u64, micro_batch: u64, precision: Precision) -> Layout {
-        Layout {
-            dp,
-            tp: 1,
-            pp: 1,
-            cp: 1,
-            ep: 1,
-            virtual_stages: 1,
-            micro_batch,
-            micro_batches: 8,
-            zero: 1,
-            recompute: Recompute::None,
-            activations: Activations::Replicated,
-            precision,
-        }
+        Layout { dp, micro_batch, precision, zero: 1, ..fixtures::layout() }
     }
 
     /// Two inputs of norms, two of products, queries with the keys and values before rotation, keys and values after, attention's output twice, gate and up, the

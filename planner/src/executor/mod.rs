@@ -6,6 +6,8 @@
 //! runs, each with its meaning. Nothing here is used to choose plans of dplan's own runtime.
 
 mod decoder;
+#[cfg(test)]
+mod fixtures;
 mod memory;
 mod price;
 mod stages;

@@ -446,41 +446,15 @@ impl Pass<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::executor::{Embeddings, Mlp};
+    use crate::executor::{Mlp, fixtures};
     use crate::units::Nanos;
 
     /// A GPT's layer has twelve parameters: four weights, four biases, two norms. On 16 ranks of two nodes a ring has 14 steps inside nodes and one between, and
     /// each parameter is copied by 16 kernels.
     #[test]
     fn deepspeed_gathers_the_parameters_of_a_layer_one_by_one() {
-        let model = Decoder {
-            layers: 2,
-            hidden: 1024,
-            heads: 16,
-            kv_heads: 16,
-            head_dim: 64,
-            latent: None,
-            ffn: 4096,
-            mlp: Mlp::Plain,
-            experts: None,
-            vocab: 50304,
-            embeddings: Embeddings::Tied,
-            sequence: 1024,
-        };
-        let layout = Layout {
-            dp: 16,
-            tp: 1,
-            pp: 1,
-            cp: 1,
-            ep: 1,
-            virtual_stages: 1,
-            micro_batch: 1,
-            micro_batches: 1,
-            zero: 3,
-            recompute: Recompute::None,
-            activations: Activations::Replicated,
-            precision: Precision::Half,
-        };
+        let model = Decoder { mlp: Mlp::Plain, ..fixtures::decoder() };
+        let layout = Layout { dp: 16, zero: 3, precision: Precision::Half, ..fixtures::layout() };
         let mut machine = Machine::parse("a100-80g:8x2").unwrap();
         machine.device.launch = Nanos(4_000);
         machine.intra.latency = Nanos(1_000);

@@ -69,40 +69,14 @@ fn by_cost(model: &Decoder, pp: u64) -> Vec<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::executor::{Activations, Embeddings, Experts, Mlp, Precision, Recompute};
+    use crate::executor::{Experts, fixtures};
 
     fn decoder(layers: u64) -> Decoder {
-        Decoder {
-            layers,
-            hidden: 2048,
-            heads: 32,
-            kv_heads: 32,
-            head_dim: 64,
-            latent: None,
-            ffn: 4096,
-            mlp: Mlp::Gated,
-            experts: None,
-            vocab: 50257,
-            embeddings: Embeddings::Tied,
-            sequence: 4096,
-        }
+        Decoder { layers, ..fixtures::decoder() }
     }
 
     fn layout(pp: u64) -> Layout {
-        Layout {
-            dp: 1,
-            tp: 1,
-            pp,
-            cp: 1,
-            ep: 1,
-            virtual_stages: 1,
-            micro_batch: 1,
-            micro_batches: 8,
-            zero: 0,
-            recompute: Recompute::None,
-            activations: Activations::Replicated,
-            precision: Precision::Mixed,
-        }
+        Layout { pp, ..fixtures::layout() }
     }
 
     /// A layer costs 42 M, the head 103 M: as 2.45 layers. Shares are 26.45 / pp.

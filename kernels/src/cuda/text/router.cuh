@@ -27,12 +27,7 @@ DP_KERNEL(dp_router)(DP_IN(elem) logits, DP_OUT(elem) gate, i64 tokens, i64 expe
             int e = lane + 32 * i;
             if (g[i] < acc(0) && e < valid && (which == 1 << 30 || x[i] > best)) best = x[i], which = e;
         }
-        DP_UNROLL
-        for (int m = 16; m > 0; m /= 2) {
-            acc other = dp_shfl_xor(best, m);
-            int index = dp_shfl_xor(which, m);
-            if (index != 1 << 30 && (which == 1 << 30 || other > best || (other == best && index < which))) best = other, which = index;
-        }
+        dp_best_of_warp(best, which);
         acc p = dp_exp(best - top);
         kept += p;
         DP_UNROLL

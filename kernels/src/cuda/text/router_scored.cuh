@@ -32,16 +32,6 @@ DP_DEVICE Scores dp_scores(DP_IN(elem) logits, i64 token, i64 experts, i64 valid
     return all;
 }
 
-// The largest of the lanes' candidates, and whose it is; of equals that with the lower index. `which` of a lane without one is 1 << 30.
-DP_DEVICE void dp_best_of_warp(acc& best, int& which) {
-    DP_UNROLL
-    for (int m = 16; m > 0; m /= 2) {
-        acc other = dp_shfl_xor(best, m);
-        int index = dp_shfl_xor(which, m);
-        if (index != 1 << 30 && (which == 1 << 30 || other > best || (other == best && index < which))) best = other, which = index;
-    }
-}
-
 // The groups that a token may choose from, a bit for each.
 DP_DEVICE u32 dp_groups(const acc (&choice)[L], i64 valid) {
     int lane = threadIdx.x % 32, size = int(valid) / (GROUPS ? GROUPS : 1);

@@ -375,8 +375,7 @@ fn check_program(plan: &Plan, program: &Program) -> Result<(), String> {
         .collect();
     let mesh = &program.mesh;
     let exchanged = program.stages.iter().flat_map(|s| s.buckets.values()).filter(|b| mesh.size(b.partial.and(mesh.data())) > 1).count();
-    let expected = if plan.wire.kept().is_some() && several { exchanged } else { 0 };
-    if compressed.contains(&false) || compressed.len() != expected {
+    if compressed.contains(&false) || compressed.len() != plan.compressed().map_or(0, |_| exchanged) {
         return Err(format!("gradients are not compressed as the plan's `wire` says: {}", plan.wire.name()));
     }
     if rounds != wanted {

@@ -11,11 +11,15 @@ use dplan_planner::drawn::{Case, Dice};
 
 /// 200 cases, in two halves that run at the same time.
 fn half(numbers: std::ops::Range<u64>) {
+    let mut tied = Vec::new();
     for case in numbers.map(|number| nth(1, number)) {
-        if let Err(fault) = check(&case) {
-            panic!("{case}: {fault}\n`dplan fuzz --seed 1` makes it smaller");
+        match check(&case) {
+            Ok(found) => tied.extend(found.until.map(|_| case)),
+            Err(fault) => panic!("{case}: {fault}\n`dplan fuzz --seed 1` makes it smaller"),
         }
     }
+    // Ties are rare, and no place for faults to hide: of 2,000 cases four had one.
+    assert!(tied.len() <= 1, "{} cases: {}", tied.len(), tied.iter().map(Case::to_string).collect::<Vec<_>>().join("\n"));
 }
 
 #[test]

@@ -444,6 +444,10 @@ impl Plan {
             Updates::MicroBatch => Clip::GlobalNorm,
         }
     }
+    /// The share of gradients' elements that ranks hear of in each exchange, if that is not all and there is anyone to hear of them.
+    pub fn compressed(&self) -> Option<Share> {
+        self.wire.kept().filter(|_| self.dp * self.cp > 1)
+    }
     /// Sequences of one step over all ranks.
     pub fn batch(&self) -> u64 {
         self.dp * self.micro_batch * self.micro_batches

@@ -152,10 +152,13 @@ pub fn baselines(problem: &Problem, prices: &mut dyn Prices, node: Node, late: &
     });
     // Stages that do not wait for each other, each replicated as often as all others: not in f16, and not where layers of several stages share a parameter.
     let unwaiting = |schedule: &str| format!("tp=1,cp=1,ep=1,zero=0,schedule={schedule},pp={}", stages.join("+"));
-    let stale = match best(&if stages.is_empty() { vec![] } else { vec![unwaiting("pipedream")] }) {
-        Tried::Found(_) | Tried::Short if problem.types.compute.scales_loss() => Tried::Inapplicable,
-        Tried::Short if !runs(problem, prices, &unwaiting("pipedream")) && runs(problem, prices, &unwaiting("1f1b")) => Tried::Inapplicable,
-        tried => tried,
+    let stale = match () {
+        () if stages.is_empty() => Tried::Uncovered,
+        () if problem.types.compute.scales_loss() => Tried::Inapplicable,
+        () => match best(&[unwaiting("pipedream")]) {
+            Tried::Short if !runs(problem, prices, &unwaiting("pipedream")) && runs(problem, prices, &unwaiting("1f1b")) => Tried::Inapplicable,
+            tried => tried,
+        },
     };
     let stale = stale.row(Best::objective);
     let mut rows: Vec<(&str, Row)> = systems.iter().zip(&found).map(|((name, _), found)| (*name, found.row(Best::objective))).collect();

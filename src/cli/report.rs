@@ -224,7 +224,7 @@ pub fn choice(file: &PlanFile) -> String {
     if let Some(dtype) = plan.wire.dtype() {
         let _ = writeln!(out, "wire        gradients are rounded to {dtype} for their exchange");
     }
-    if let Some(share) = plan.wire.kept() {
+    if let Some(share) = plan.compressed() {
         let _ = writeln!(out, "wire        the largest {share} of the gradients' elements are exchanged, the rest is left over for the next step");
     }
     // What is rounded or compressed goes to everybody at once, and only parameters come back by steps.

@@ -256,7 +256,7 @@ fn check(graph: &Graph, plan: &Plan) -> Result<(), LowerError> {
     if plan.compute.scales_loss() && plan.clip == Clip::None {
         return Err(LowerError::Unclipped { compute: plan.compute });
     }
-    if plan.wire.kept().is_some() && plan.dp * plan.cp > 1 && plan.compute.scales_loss() {
+    if plan.compressed().is_some() && plan.compute.scales_loss() {
         return Err(LowerError::CompressedScale { wire: plan.wire.name(), compute: plan.compute });
     }
     let layers = graph.layer_count();
@@ -292,7 +292,7 @@ fn check(graph: &Graph, plan: &Plan) -> Result<(), LowerError> {
         return Err(LowerError::PartedZero { schedule: plan.schedule.name(), found });
     }
     let most = crate::problem::MOST_COMPRESSED;
-    if let Some(found) = plan.layers.iter().map(zero).find(|&z| z > most && plan.dp * plan.cp > 1 && plan.wire.kept().is_some()) {
+    if let Some(found) = plan.layers.iter().map(zero).find(|&z| z > most && plan.compressed().is_some()) {
         return Err(LowerError::CompressedZero { wire: plan.wire.name(), found });
     }
     let away = |layer: &u32| plan.options[*layer as usize].away();

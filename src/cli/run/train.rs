@@ -149,7 +149,7 @@ impl Run {
         } else {
             eprintln!("resumed {path}: step {}, sequence {}", position.step, position.sequences);
         }
-        if self.file.plan.wire.kept().is_some() {
+        if self.file.plan.compressed().is_some() {
             eprintln!(
                 "note: checkpoints are of logical tensors, so they lack what each rank had left over of compressed gradients: it begins at 0 again"
             );

@@ -32,7 +32,7 @@ pub fn refusal(plan: &Plan) -> Option<String> {
         let schedule = plan.schedule.name();
         return Some(format!("an update behind each micro-batch (schedule {schedule}) takes scalars of its own, and a step on a GPU has one set"));
     }
-    if plan.wire.kept().is_some() {
+    if plan.compressed().is_some() {
         return Some(format!("gradients are compressed (wire {}) on CPU ranks alone; plan with wire full or bf16", plan.wire.name()));
     }
     match plan.compute {
